@@ -112,26 +112,11 @@ def grouped_product(
         "THREADS": shape.threads,
     }
     arguments = [
-        tensor_map.boxes(x, _EIGHT),
-        weight.boxes,
-        weight.groups,
-        weight.scales,
-        x_scales,
-        x_sums,
-        weight.bias,
-        y,
-        order.slots,
-        order.experts,
-        num_slots,
-        weight.out_features,
-        -(-weight.out_features // weight.slab_rows),
-        weight.turns,
-        weight.turns_of_group,
-        weight.scales.shape[1],
-        blocks,
-        across,
-        *clamp,
-    ]
+        tensor_map.boxes(x, _EIGHT), weight.boxes, weight.groups, weight.scales, x_scales, x_sums,
+        weight.bias, y, order.slots, order.experts, num_slots, weight.out_features,
+        -(-weight.out_features // weight.slab_rows), weight.turns, weight.turns_of_group,
+        weight.scales.shape[1], blocks, across, *clamp,
+    ]  # fmt: skip
     native.launch(
         native.function("quant_grouped", defines), (min(blocks * across, num_processors()), 1, 1),
         shape.threads, arguments, shared=grouped_shared(shape, weight.kind, is_int8=is_int8),
