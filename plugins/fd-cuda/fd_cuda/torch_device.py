@@ -242,6 +242,12 @@ class TorchGraph:
         """The memory pool, for graphs captured beside this one."""
         return self._graph.pool()
 
+    def __del__(self) -> None:
+        """The driver gets back what no other graph holds: torch would keep it for graphs of the
+        same pool, whose last one this may be."""
+        self._graph.reset()
+        torch.cuda.empty_cache()
+
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:

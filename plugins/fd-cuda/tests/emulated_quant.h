@@ -116,8 +116,8 @@ inline float __frcp_rn(float x) { return __fdiv_rn(1.f, x); }
 inline int __float2int_rn(float x) { return (int)std::nearbyint(x); }
 inline u32 masked_or(u32 v, u32 mask, u32 bits) { return (v & mask) | bits; }
 inline u32 lower_half(u32 v) { return v & 0xffff; }
-inline u32 dot(u32 bytes, u32 factors, u32 sum) {
-  for (int i = 0; i < 4; ++i) sum += (bytes >> 8 * i & 255) * (u32)(int)(signed char)(factors >> 8 * i);
+inline u32 dot(u32 bytes, u32 factors, int sum) {
+  for (int i = 0; i < 4; ++i) sum += (int)(bytes >> 8 * i & 255) * (signed char)(factors >> 8 * i);
   return sum;
 }
 inline u32 byte_of(u32 bytes, int which) { return bytes >> 8 * which & 255; }

@@ -190,7 +190,7 @@ def _rotate(
         "WARPS": _ROTATE_WARPS,
         **_rotation(x.dtype, width, weight.block),
         "PLACED": int(places is not None),
-        "PLAIN": int(decodes),
+        "SINGLE": int(decodes),
     }
     stride = ctypes.c_longlong(x.stride(0))
     arguments = [x, stride, weight.signs, *outputs, weight.norm, _UNIT, places, copies]

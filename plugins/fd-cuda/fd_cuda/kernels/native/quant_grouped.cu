@@ -59,7 +59,7 @@ typedef float Sum;
 #define D12 D8 ",%8,%9,%10,%11"
 #define D24 D16 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #if FORMAT == TRELLIS && NUMBERS
-__device__ __forceinline__ u32 dot(u32 bytes, u32 factors, u32 sum) {
+__device__ __forceinline__ u32 dot(u32 bytes, u32 factors, int sum) {
   u32 d;
   asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(bytes), "r"(factors), "r"(sum));
   return d;

@@ -10,8 +10,8 @@
 #define ROW_BYTES (BANDS * 16 * LINE)
 #define OWN_SPANS ((BANDS * 16 + WARPS - 1) / WARPS)
 #define OWN_COLUMNS (32 / WARPS)  // eights of columns: inputs as far in their spans
-#ifndef PLAIN
-#define PLAIN 0  // numbers are rounded as they are
+#ifndef SINGLE
+#define SINGLE 0  // numbers are rounded as they are
 #endif
 #define UPPER (LEVELS > 8 ? LEVELS - 8 : 0)
 
@@ -148,7 +148,7 @@ __device__ __forceinline__ void round_row(const float (&y)[OWN_COLUMNS][BANDS][4
 #pragma unroll
     for (int e = 0; e < BANDS * 4; e += 2) {
       const float a = fabsf(y[n][e / 4][e % 4]), b = fabsf(y[n][e / 4][e % 4 + 1]);
-      peak = fmaxf(peak, PLAIN ? fmaxf(a, b) : a + b);  // the larger of |a + b| and |a - b|
+      peak = fmaxf(peak, SINGLE ? fmaxf(a, b) : a + b);  // the larger of |a + b| and |a - b|
     }
   // Bits of what is not negative are in the numbers' order.
   u32 largest = __reduce_max_sync(~0u, __float_as_uint(peak));
@@ -165,7 +165,7 @@ __device__ __forceinline__ void round_row(const float (&y)[OWN_COLUMNS][BANDS][4
     for (int e = 0; e < BANDS * 4; e += 2) {
       const float a = y[n][e / 4][e % 4], b = y[n][e / 4][e % 4 + 1], middle = 12582912.f;
       const int span = e / 4 * 16 + (lane >> 2) + e % 4 / 2 * 8, column = warp * OWN_COLUMNS + n, j = lane & 3;
-#if PLAIN
+#if SINGLE
       *(u16*)(spans + span * LINE + column * 8 + j * 2) =
           (u16)__byte_perm(__float_as_uint(fmaf(a, scale, middle)), __float_as_uint(fmaf(b, scale, middle)), 0x0040);
       continue;

@@ -1,6 +1,6 @@
 // What products with the trellis code multiply: rows of x, rotated, as int8, four numbers for two inputs, or in the dtype of
 // x for the library's products. A block takes a row. PLACED: as quant_grouped.cu reads them, once for each of the row's
-// `copies` experts, or, without copies, where the row already stands. PLAIN: one number for an input.
+// `copies` experts, or, without copies, where the row already stands. SINGLE: one number for an input.
 
 #include "common.cuh"
 #include "copies.cuh"
@@ -38,7 +38,7 @@ tet_rotate(const u16* x, long long x_stride, const signed char* __restrict__ sig
   uint4* const to = rounded != nullptr ? rounded : rotated;
 #if PLACED
   // Of every 32 inputs, first the first bytes of all four strands.
-  const int pieces = PLAIN ? WIDTH / 16 : WIDTH / 8, each = PLAIN ? 2 : 4;
+  const int pieces = SINGLE ? WIDTH / 16 : WIDTH / 8, each = SINGLE ? 2 : 4;
   for (int nth = 0; nth < max(copies, 1); nth++) {
     const int place = copies ? places[blockIdx.x * copies + nth] : row;
     if (place < 0) continue;
