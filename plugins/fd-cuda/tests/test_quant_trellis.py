@@ -25,7 +25,7 @@ from fd_cuda.kernels.quant_shapes import (
     tile_shared,
 )
 from fd_cuda.kernels.routing import Order
-from fd_cuda.kernels.trellis_native import Rows, Streamed, Trellis, rotated
+from fd_cuda.kernels.trellis_native import Few, Rows, Streamed, Trellis, rotated
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -233,8 +233,12 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quant_trellis, "order_by_expert", order)
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_experts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tokens", "tiles"), [(1, 1), (3, 1), (3, 2)])
+def test_experts(tokens: int, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def few(blocks: int, *, paired: bool) -> Few:
+        return Few(4, 2, 1, 2 if paired else tiles)
+
+    monkeypatch.setattr(quant_trellis, "choose_few", few)
     hidden, inner, count = 128, 128, 3
     (gate_up, first), (down, second) = (
         trellis(2 * inner, hidden, 128, count),

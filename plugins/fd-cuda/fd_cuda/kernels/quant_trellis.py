@@ -132,10 +132,10 @@ def _choose_tile(weight: Trellis, rows: int) -> Tile | None:
 def choose_few(blocks: int, *, paired: bool) -> Few:
     """For so many blocks of experts, as measured on an H200."""
     if paired:
-        return Few(4, 4, 3)
+        return Few(4, 4, 3, 2)
     if blocks < 400:  # few blocks: more warps share one
-        return Few(16, 8, 1)
-    return Few(2, 8, 5) if blocks > 2000 else Few(4, 8, 3)
+        return Few(16, 8, 1, 1)
+    return Few(2, 8, 5, 1) if blocks > 2000 else Few(4, 8, 3, 1)
 
 
 def moe_experts(

@@ -93,6 +93,7 @@ class Few:
     warps: int
     ahead: int  # turns that weights are asked for ahead
     resident: int  # blocks a multiprocessor should hold
+    tiles: int  # sixty-fours of outputs of a block; two for gates and what belongs to them
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +228,7 @@ def few_product(
         "WARPS": shape.warps,
         "AHEAD": shape.ahead,
         "RESIDENT": shape.resident,
+        "TILES": shape.tiles,
         "PAIRED": int(paired),
     }
     order = grouping.order
@@ -245,9 +247,9 @@ def few_product(
         weight.tiles,
         grouping.divisor,
     ]
-    shared = shape.warps * max(shape.ahead * 512, (1 + paired) * 64 * 9 * 4)
+    shared = shape.warps * max(shape.ahead * 512, shape.tiles * 64 * 9 * 4)
     kernel = native.function("tet_gemv", defines)
-    grid = (weight.tiles // (1 + paired), grouping.blocks, 1)
+    grid = (weight.tiles // shape.tiles, grouping.blocks, 1)
     native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)
     return y
 
