@@ -167,9 +167,9 @@ def clamped_experts(
     return grouped_product(shape, hidden, None, second, x.dtype, order, num_slots, paired=False)
 
 
-def grouped_shape(kind: int, rows: int = 64, *, rounds: bool = False) -> Grouped:
+def grouped_shape(kind: int, rows: int = 64, groups: int = 2, *, rounds: bool = False) -> Grouped:
     """With as many steps ahead, to eight, as there is shared memory for. `rounds`: activations are
     int8."""
-    shapes = (Grouped(rows, 2, stages) for stages in range(8, 2, -1))
+    shapes = (Grouped(rows, groups, stages) for stages in range(8, 2, -1))
     fits = (s for s in shapes if grouped_shared(s, kind, is_int8=rounds) <= MOST_DYNAMIC)
     return next(fits)
