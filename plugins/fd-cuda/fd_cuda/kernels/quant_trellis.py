@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _ALONE: Final = 2  # tokens whose assignments are blocks of their own
 _FEW: Final = 12  # rows an expert up to which tet_gemv.cu is faster, eight at a time
 _SOME: Final = 40  # rows an expert from which weights are decoded, to one number instead of two
-_SMALL: Final = (64, 2)
+_SMALL: Final = 64
 _BLOCK_ROWS: Final = (64, 96, 128)  # of quant_grouped.cu
 _SHORT, _LONG = 64, 128  # turns up to which rows are short, and from which they are long
 _SOME_ROWS: Final = 32  # of a dense layer, up to which tet_rows.cu is faster
@@ -183,10 +183,10 @@ def choose_grouped(each: float) -> tuple[Grouped, bool]:
     decodes = each > _SOME and not batch_invariant()
     # Weights are unpacked anew for every block of an expert: most experts have one.
     most = each + 1.5 * each**0.5
-    rows, groups = next((r for r in _BLOCK_ROWS if r >= most), _BLOCK_ROWS[-1]), 2
+    rows = next((r for r in _BLOCK_ROWS if r >= most), _BLOCK_ROWS[-1])
     if not decodes:
-        rows, groups = _SMALL if each <= 12 else (64, 2)
-    return grouped_shape(TRELLIS, rows, groups, rounds=decodes), decodes
+        rows = _SMALL if each <= 12 else 64
+    return grouped_shape(TRELLIS, rows, rounds=decodes), decodes
 
 
 def _one_by_one(

@@ -409,7 +409,7 @@ def grouped_experts(
 def _matrix(shape: Grouped, weight: Trellis) -> Matrix:
     turns, size = -(-weight.packed.in_features // TILE), slab_bytes(TRELLIS)
     words = weight.words.view(-1, weight.words.shape[-2] * weight.words.shape[-1])
-    boxes = tensor_map.slab_boxes(words.view(torch.uint8), 2 * size, shape.groups)
+    boxes = tensor_map.slab_boxes(words.view(torch.uint8), 2 * size, shape.slabs // 8)
     width = weight.packed.out_features
     return Matrix(TRELLIS, 0, width, turns, boxes, None, turns, weight.scales, slab_rows=TILE)
 
