@@ -266,6 +266,7 @@ def test_experts(tokens: int, tiles: int, monkeypatch: pytest.MonkeyPatch) -> No
     [
         (40, 64, False),  # two thirds of them each
         (40, 64, True),
+        (40, 32, False),
         (120, 96, True),
         *([(90, 128, False), (150, 128, True)] if HAS_GPU else []),
     ],
@@ -273,7 +274,7 @@ def test_experts(tokens: int, tiles: int, monkeypatch: pytest.MonkeyPatch) -> No
 def test_experts_of_many_rows(
     tokens: int, rows: int, decodes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = Grouped(rows, 2, 3), decodes
+    chosen = Grouped(rows, 2, 3, 4 if rows == 32 else 2), decodes
     monkeypatch.setattr(quant_trellis, "choose_grouped", lambda each: chosen)
     monkeypatch.setattr(quant_grouped, "num_processors", lambda: 3)
     hidden, inner, count = 256, 192, 3
