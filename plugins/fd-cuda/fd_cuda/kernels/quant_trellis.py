@@ -45,10 +45,9 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight
 
 _ALONE: Final = 2  # tokens whose assignments are blocks of their own
-_FEW: Final = 12  # rows an expert up to which tet_gemv.cu is faster, eight at a time
-_SOME: Final = 40  # rows an expert from which weights are decoded, to one number instead of two
-_SMALL: Final = 64
-_BLOCK_ROWS: Final = (64, 96, 128)  # of quant_grouped.cu
+_FEW: Final = 8  # rows an expert up to which tet_gemv.cu is faster, eight at a time
+_SOME: Final = 24  # rows an expert from which weights are decoded, to one number instead of two
+_MANY: Final = 40  # rows an expert from which blocks have 128: experts with more than most, too
 _SHORT, _LONG = 64, 128  # turns up to which rows are short, and from which they are long
 _SOME_ROWS: Final = 32  # of a dense layer, up to which tet_rows.cu is faster
 
@@ -136,7 +135,7 @@ def choose_few(blocks: int, *, paired: bool) -> Few:
         return Few(4, 4, 3, 2)
     if blocks < 400:  # few blocks: more warps share one
         return Few(16, 8, 1, 1)
-    return Few(2, 8, 5, 1) if blocks > 2000 else Few(4, 8, 3, 1)
+    return Few(4, 6, 3, 2) if blocks > 2000 else Few(4, 4, 4, 2)
 
 
 def moe_experts(
@@ -172,6 +171,8 @@ def moe_experts(
         x: torch.Tensor, weight: Trellis, group: Grouping, *, paired: bool
     ) -> torch.Tensor:
         few = choose_few(weight.tiles // (1 + paired) * group.blocks, paired=paired)
+        if weight.tiles % few.tiles:
+            few = replace(few, tiles=1)
         return few_product(few, rotate(x, weight), x.dtype, weight, group, paired=paired)
 
     hidden = multiply(x, gate_up, groups[0], paired=True)
@@ -179,14 +180,10 @@ def moe_experts(
 
 
 def choose_grouped(each: float) -> tuple[Grouped, bool]:
-    """For so many rows an expert, and whether weights are decoded."""
-    decodes = each > _SOME and not batch_invariant()
-    # Weights are unpacked anew for every block of an expert: most experts have one.
-    most = each + 1.5 * each**0.5
-    rows = next((r for r in _BLOCK_ROWS if r >= most), _BLOCK_ROWS[-1])
-    if not decodes:
-        rows = _SMALL if each <= 12 else 64
-    return grouped_shape(TRELLIS, rows, rounds=decodes), decodes
+    """For so many rows an expert, as measured on an H200, and whether weights are decoded."""
+    if each <= _SOME or batch_invariant():
+        return grouped_shape(TRELLIS, 32), False
+    return grouped_shape(TRELLIS, 64 if each <= _MANY else 128, rounds=True), True
 
 
 def _one_by_one(

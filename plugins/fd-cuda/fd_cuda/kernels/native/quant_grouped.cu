@@ -79,13 +79,8 @@ __device__ __forceinline__ void multiply_rows(Sum* d, const u32* a, u64 b) {
   MULTIPLY(32, D16, "{%16,%17,%18,%19}, %20", R16(SUM, d, 0));
   MULTIPLY(48, D24, "{%24,%25,%26,%27}, %28", R16(SUM, d, 0), R8(SUM, d, 16));
   MULTIPLY(64, D32, "{%32,%33,%34,%35}, %36", R32(SUM, d, 0));
-#if ROWS == 96
-  MULTIPLY(80, D40, "{%40,%41,%42,%43}, %44", R32(SUM, d, 0), R8(SUM, d, 32));
-#endif
-#if ROWS >= 96
-  MULTIPLY(96, D48, "{%48,%49,%50,%51}, %52", R32(SUM, d, 0), R16(SUM, d, 32));
-#endif
 #if ROWS == 128
+  MULTIPLY(96, D48, "{%48,%49,%50,%51}, %52", R32(SUM, d, 0), R16(SUM, d, 32));
   MULTIPLY(128, D64, "{%64,%65,%66,%67}, %68", R32(SUM, d, 0), R32(SUM, d, 32));
 #endif
 }
@@ -462,11 +457,6 @@ __device__ __forceinline__ void compute(const Problem& of, const Tile& tile, con
   if (tile.count <= 64) add_up<64>(sum, of, tile, ring, at, warp, lane);
   else if (tile.count <= 96) add_up<96>(sum, of, tile, ring, at, warp, lane);
   else add_up<128>(sum, of, tile, ring, at, warp, lane);
-#elif ROWS == 96
-  if (tile.count <= 48) add_up<48>(sum, of, tile, ring, at, warp, lane);
-  else if (tile.count <= 64) add_up<64>(sum, of, tile, ring, at, warp, lane);
-  else if (tile.count <= 80) add_up<80>(sum, of, tile, ring, at, warp, lane);
-  else add_up<96>(sum, of, tile, ring, at, warp, lane);
 #else
   if (tile.count <= 8) add_up<8>(sum, of, tile, ring, at, warp, lane);
   else if (tile.count <= 16) add_up<16>(sum, of, tile, ring, at, warp, lane);
