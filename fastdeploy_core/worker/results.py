@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -371,6 +372,13 @@ class PendingOutput:
     def __init__(self, launched: Launched, read: Callable[[Launched], None]) -> None:
         self._launched, self._read = launched, read
         self._wait_s: float | None = None
+
+    def done(self) -> bool:
+        """Whether `wait` would not wait."""
+        event = self._launched.arriving.event
+        with suppress(Exception):  # of a lost device, which `wait` names
+            return self._launched.results is not None or event is None or event.query()
+        return True
 
     def wait(self) -> ModelRunnerOutput:
         """Wait for the device. May be called again."""

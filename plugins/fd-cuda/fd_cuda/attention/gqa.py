@@ -246,15 +246,17 @@ class PagedAttention:
         """[num_tokens, num_heads * v_head_dim]; k is rotated, k and v are written here."""
         batch, spec = metadata.batch, self.spec
         out = q.new_empty((q.shape[0], spec.num_heads * spec.v_head_dim))
-        # Results of padding tokens are not read.
-        if not batch.is_exact and not batch.tokens_per_row:
-            zero_padding(out, batch)
-        elif q.shape[0] > batch.cu_seqlens_q[-1]:
-            out.zero_()
         tiles, decodes = metadata.tiles, metadata.decodes
+        # Results of padding tokens are not read.
+        is_known_there = not batch.is_exact and not batch.tokens_per_row
+        turns = tiles is not None and (rotary is not None or norms is not None)
+        if is_known_there and not turns:
+            zero_padding(out, batch)
+        elif not is_known_there and q.shape[0] > batch.cu_seqlens_q[-1]:
+            out.zero_()
         given = _Given(q, k, v, cache, batch, rotary, norms, sinks)
         if tiles is not None:
-            queries, keys = self._rotate_and_write(given)
+            queries, keys = self._rotate_and_write(given, out, clears=is_known_there)
             if self._invariant:
                 self._attend_invariantly(queries, given, tiles, out)
             else:
@@ -341,8 +343,11 @@ class PagedAttention:
             **launch_options(),
         )
 
-    def _rotate_and_write(self, given: _Given) -> tuple[Tensor, Tensor]:
-        """Queries and keys as they are attended to, keys contiguous."""
+    def _rotate_and_write(
+        self, given: _Given, out: Tensor, *, clears: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys as they are attended to, keys contiguous. clears: what `out` holds of
+        padding becomes zeros, where queries are turned."""
         spec, q, k = self.spec, given.q, given.k
         tokens, heads = k.shape[0], spec.num_kv_heads
         rotated = k.new_empty((tokens, heads, spec.head_dim))
@@ -350,7 +355,7 @@ class PagedAttention:
         if given.rotary is not None or given.norms is not None:
             queries, num_queries = q.new_empty(q.shape), tokens * spec.num_heads
         rotate_and_write[(cdiv(tokens * heads, _ROPE_ROWS) + cdiv(num_queries, _ROPE_ROWS),)](
-            *(q, k, given.v, queries, rotated, *given.cache),
+            *(q, k, given.v, queries, rotated, *given.cache, out),
             given.batch.slot_mapping,
             given.batch.positions,
             given.rotary,
@@ -362,6 +367,8 @@ class PagedAttention:
             NUM_KV_HEADS=heads,
             **self._widths(given),
             ROWS=_ROPE_ROWS,
+            CLEARS=clears,
+            **launch_options(),
         )
         return queries, rotated
 
