@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
@@ -241,6 +242,13 @@ class TorchGraph:
     def pool(self) -> _POOL_HANDLE:
         """The memory pool, for graphs captured beside this one."""
         return self._graph.pool()
+
+    def __del__(self) -> None:
+        """The driver gets back what no other graph holds: torch would keep it for graphs of the
+        same pool, whose last one this may be."""
+        if not sys.is_finalizing():
+            self._graph.reset()
+            torch.cuda.empty_cache()
 
 
 @contextmanager

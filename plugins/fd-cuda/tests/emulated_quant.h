@@ -116,6 +116,10 @@ inline float __frcp_rn(float x) { return __fdiv_rn(1.f, x); }
 inline int __float2int_rn(float x) { return (int)std::nearbyint(x); }
 inline u32 masked_or(u32 v, u32 mask, u32 bits) { return (v & mask) | bits; }
 inline u32 lower_half(u32 v) { return v & 0xffff; }
+inline u32 dot(u32 bytes, u32 factors, int sum) {
+  for (int i = 0; i < 4; ++i) sum += (int)(bytes >> 8 * i & 255) * (signed char)(factors >> 8 * i);
+  return sum;
+}
 inline u32 byte_of(u32 bytes, int which) { return bytes >> 8 * which & 255; }
 inline u32 masked_xor(u32 v, u32 mask, u32 bits) { return (v & mask) ^ bits; }
 inline u32 widen_fp8(u32 v) {
@@ -268,7 +272,7 @@ inline void multiply_rows(float* d, const u32* a, u64 b) {
   }
 }
 inline void multiply(float* d, const u32* a, u64 b) { multiply_rows<BN>(d, a, b); }
-// Of int8 numbers.
+// Of int8 numbers; the trellis code's are uint8 where it is not decoded.
 template <int rows>
 inline void multiply_rows(int* d, const u32* a, u64 b) {
   struct Operands {
@@ -281,7 +285,11 @@ inline void multiply_rows(int* d, const u32* a, u64 b) {
     for (int k = 0; k < 32; ++k) {
       const u32 own = all.value[row % 8 * 4 + k / 4 % 4].a[row / 8 + k / 16 * 2] >> k % 4 * 8;
       const u32 at = first + n * 128 + (((chunk + k / 16) ^ (n & 7)) << 4) + k % 16;
+#if FORMAT == 6 && !NUMBERS /* TRELLIS */
+      d[i] += (int)(own & 255) * ((signed char*)shared)[at];
+#else
       d[i] += (int)(signed char)own * ((signed char*)shared)[at];
+#endif
     }
   }
 }

@@ -51,6 +51,23 @@ class TestDevice(_OnTorch, DeviceConformance):
     driver_name = "cuda"
 
 
+@pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")
+def test_what_graphs_held_goes_back_to_the_driver() -> None:
+    device = CudaDevice(DeviceOptions(tensor_library="torch"))
+    size = 1 << 28
+
+    def run() -> None:
+        torch.zeros(size, dtype=torch.uint8, device="cuda")
+
+    run()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    graph = device.capture(run)
+    assert torch.cuda.memory_reserved() >= before + size
+    del graph
+    assert torch.cuda.memory_reserved() < before + size
+
+
 @without_gpu
 def test_probe_declines_with_a_reason() -> None:
     candidate = hooks.fd_device_probe(DeviceQuestion())

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,18 @@ import torch
 from fastdeploy_core.contracts.quant_formats import PackedWeight
 from quant_emulation import use_kernels
 
-from fd_cuda.kernels import quant_linear, quant_trellis
+from fd_cuda.kernels import quant_grouped, quant_linear, quant_trellis
 from fd_cuda.kernels.quant_layout import TRELLIS
-from fd_cuda.kernels.quant_shapes import MOST_SHARED, Tile, tile_room, tile_shared
+from fd_cuda.kernels.quant_shapes import (
+    MOST_DYNAMIC,
+    MOST_SHARED,
+    Grouped,
+    Tile,
+    grouped_shared,
+    tile_shared,
+)
 from fd_cuda.kernels.routing import Order
-from fd_cuda.kernels.trellis_native import Rows, Streamed, Trellis, rotated
+from fd_cuda.kernels.trellis_native import Few, Rows, Streamed, Trellis, rotated
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -181,16 +187,15 @@ def test_chosen_kernels_fit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert shape.own == (rows == 1)
 
 
-def test_tiles_of_experts_fit() -> None:
-    """Beside each other into shared memory, and most experts have no block more than that of the
-    average."""
-    weight = trellis(64, 128, 128)[0]
-    for each in range(37, 600):
-        tile = quant_trellis.choose_wide(weight, weight, each)
-        assert tile is not None
-        assert tile_shared(tile, TRELLIS, 0) <= tile_room(tile)
-        blocks = ceil(each / tile.rows)
-        assert each + each**0.5 <= blocks * tile.rows < 1.5 * each + 32
+def test_blocks_of_experts_fit() -> None:
+    """Into shared memory with some steps ahead, and most experts have one as long as there are
+    blocks so large."""
+    for each in range(1, 600):
+        shape, decodes = quant_trellis.choose_grouped(each)
+        assert grouped_shared(shape, TRELLIS, is_int8=decodes) <= MOST_DYNAMIC
+        assert shape.stages > 3
+        assert each + each**0.5 <= shape.rows or shape.rows == 128
+        assert decodes or shape.rows == 32
 
 
 def test_stored_words_come_back() -> None:
@@ -206,9 +211,6 @@ def test_stored_words_come_back() -> None:
 def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its interpreter is other tests' business."""
 
-    def gathered(x: torch.Tensor, order: Order, slots: int, divisor: int) -> torch.Tensor:
-        return x[(order.slots.long() // divisor).clamp(max=len(x) - 1)]
-
     def combined(y: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         return (y.view(*shares.shape, -1).float() * shares.unsqueeze(-1)).sum(1).to(y.dtype)
 
@@ -220,18 +222,24 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
                 part = own[begin : begin + rows]
                 slots += part + [ids.numel()] * (rows - len(part))
                 blocks.append(expert)
+        places = torch.full((ids.numel() + 1,), -1, dtype=torch.int32)
+        places[slots] = torch.arange(len(slots), dtype=torch.int32)
         return Order(
-            torch.tensor([*slots], dtype=torch.int32),
+            torch.tensor(slots + [ids.numel()] * rows, dtype=torch.int32),
             torch.tensor([*blocks, -1], dtype=torch.int32),
+            places[:-1].contiguous(),
         )
 
     monkeypatch.setattr(quant_trellis, "combined", combined)
     monkeypatch.setattr(quant_trellis, "order_by_expert", order)
-    monkeypatch.setattr(quant_trellis, "gathered", gathered)
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_experts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tokens", "tiles"), [(1, 1), (3, 1), (3, 2)])
+def test_experts(tokens: int, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def few(blocks: int, *, paired: bool) -> Few:
+        return Few(4, 2, 1, 2 if paired else tiles)
+
+    monkeypatch.setattr(quant_trellis, "choose_few", few)
     hidden, inner, count = 128, 128, 3
     (gate_up, first), (down, second) = (
         trellis(2 * inner, hidden, 128, count),
@@ -255,15 +263,20 @@ def test_experts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "way"),
+    ("tokens", "rows", "decodes"),
     [
-        (20, "rows"),
-        (20, "tile"),
-        *([(60, "rows"), (90, "tile"), (150, "tile")] if HAS_GPU else []),
+        (40, 64, False),  # two thirds of them each
+        (40, 64, True),
+        (40, 32, False),
+        *([(90, 128, False), (150, 128, True)] if HAS_GPU else []),
     ],
 )
-def test_experts_of_many_rows(tokens: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quant_trellis, "_SOME_EACH", 4 if way == "tile" else 1000)
+def test_experts_of_many_rows(
+    tokens: int, rows: int, decodes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = Grouped(rows, 2, 3, 4 if rows == 32 else 2), decodes
+    monkeypatch.setattr(quant_trellis, "choose_grouped", lambda each: chosen)
+    monkeypatch.setattr(quant_grouped, "num_processors", lambda: 3)
     hidden, inner, count = 256, 192, 3
     gate_up, first = trellis(2 * inner, hidden, 128, count)
     down, second = trellis(hidden, inner, 64, count)

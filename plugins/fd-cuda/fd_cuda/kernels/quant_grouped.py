@@ -36,6 +36,7 @@ class Matrix:
     groups: torch.Tensor | None
     turns_of_group: int
     scales: torch.Tensor  # float32 [E, N or more]
+    slab_rows: int = SLAB_ROWS
     is_in_turn: bool = False  # gates and what belongs to them
     bias: torch.Tensor | None = None
 
@@ -57,7 +58,10 @@ def of_mxfp4(shape: Grouped, weight: PackedWeight, bias: torch.Tensor | None) ->
     stored = held["weight"].view(torch.uint8).view(-1, weight.in_features // 2)
     boxes = tensor_map.slab_boxes(stored, STEP // 2, shape.slabs * SLAB_ROWS)
     powers, largest = held["powers"], held["largest"]
-    return Matrix(MXFP4, 0, weight.out_features, turns, boxes, powers, turns, largest, True, bias)
+    return Matrix(
+        MXFP4, 0, weight.out_features, turns, boxes, powers, turns, largest, is_in_turn=True,
+        bias=bias,
+    )  # fmt: skip
 
 
 def prepare_mxfp4(weight: PackedWeight) -> PackedWeight:
@@ -82,6 +86,7 @@ def grouped_product(
     num_slots: int,
     *,
     paired: bool,
+    x_sums: torch.Tensor | None = None,
     clamp: tuple[float, float] = (0.0, 0.0),
 ) -> torch.Tensor:
     """Rows of x, half floats or int8 numbers by words, in the order of the blocks, times the
@@ -108,25 +113,11 @@ def grouped_product(
         "THREADS": shape.threads,
     }
     arguments = [
-        tensor_map.boxes(x, _EIGHT),
-        weight.boxes,
-        weight.groups,
-        weight.scales,
-        x_scales,
-        weight.bias,
-        y,
-        order.slots,
-        order.experts,
-        num_slots,
-        weight.out_features,
-        -(-weight.out_features // SLAB_ROWS),
-        weight.turns,
-        weight.turns_of_group,
-        weight.scales.shape[1],
-        blocks,
-        across,
-        *clamp,
-    ]
+        tensor_map.boxes(x, _EIGHT), weight.boxes, weight.groups, weight.scales, x_scales, x_sums,
+        weight.bias, y, order.slots, order.experts, num_slots, weight.out_features,
+        -(-weight.out_features // weight.slab_rows), weight.turns, weight.turns_of_group,
+        weight.scales.shape[1], blocks, across, *clamp,
+    ]  # fmt: skip
     native.launch(
         native.function("quant_grouped", defines), (min(blocks * across, num_processors()), 1, 1),
         shape.threads, arguments, shared=grouped_shared(shape, weight.kind, is_int8=is_int8),
@@ -177,7 +168,7 @@ def clamped_experts(
     return grouped_product(shape, hidden, None, second, x.dtype, order, num_slots, paired=False)
 
 
-def grouped_shape(kind: int, rows: int = 64, *, rounds: bool = False) -> Grouped:
+def grouped_shape(kind: int, rows: int = 64, groups: int = 2, *, rounds: bool = False) -> Grouped:
     """With as many steps ahead, to eight, as there is shared memory for. `rounds`: activations are
     int8. Blocks of 32 rows leave registers for four slabs a warp: fewer tiles read each row."""
     held = 4 if rows == 32 else 2

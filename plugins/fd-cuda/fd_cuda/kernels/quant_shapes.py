@@ -191,7 +191,7 @@ class Grouped:
 
     @property
     def slabs(self) -> int:
-        """Of a tile."""
+        """Of a tile; the trellis code has one for four of them."""
         return self.groups * 4 * self.held
 
     @property
@@ -309,7 +309,7 @@ def persistent(rows: int, kind: int, groups: int = 2) -> Persistent:
 def grouped_shared(shape: Grouped, kind: int, *, is_int8: bool) -> int:
     """Bytes of shared memory of a block of quant_grouped.cu: barriers, a ring of steps of two
     turns, what warps are about to store."""
-    weights = 2 * slab_bytes(kind) + (64 if kind == MXFP4 else 0)
+    weights = 2 * slab_bytes(kind) // (4 if kind == TRELLIS else 1) + (64 if kind == MXFP4 else 0)
     step = shape.rows * 128 * (1 if is_int8 else 2) + shape.slabs * weights
     return 16 * shape.stages + 1024 + shape.stages * step + shape.groups * 4 * shape.rows * 32
 

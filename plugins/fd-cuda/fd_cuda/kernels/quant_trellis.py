@@ -10,7 +10,6 @@ own definition serves.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import ceil
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -18,24 +17,23 @@ import torch.nn.functional as F
 
 from .common import batch_invariant, num_processors
 from .experts import combined
-from .quant_experts import grouped_tile
+from .quant_grouped import grouped_shape
 from .quant_layout import TRELLIS
 from .quant_linear import fills, native_runs, size_of, tile_shape
 from .quant_native import Grouping
-from .quant_order import gathered
-from .quant_shapes import Tile
-from .routing import Order, order_by_expert
+from .quant_shapes import Grouped, Tile
+from .routing import order_by_expert
 from .trellis_native import (
     TILE,
     TURN,
     Few,
-    Rotated,
     Rows,
     Streamed,
     Trellis,
     by_lanes,
     decoded,
     few_product,
+    grouped_experts,
     rotate,
     rotated,
     rows_product,
@@ -47,9 +45,9 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight
 
 _ALONE: Final = 2  # tokens whose assignments are blocks of their own
-_FEW: Final = 12  # rows an expert up to which tet_gemv.cu is faster, eight at a time
-_SOME_EACH: Final = 36  # rows an expert from which quant_tile.cu is faster
-_TILE_ROWS: Final = (64, 80, 96, 128, 160, 224)  # of a block of quant_tile.cu
+_FEW: Final = 8  # rows an expert up to which tet_gemv.cu is faster, eight at a time
+_SOME: Final = 24  # rows an expert from which weights are decoded, to one number instead of two
+_MANY: Final = 40  # rows an expert from which blocks have 128: experts with more than most, too
 _SHORT, _LONG = 64, 128  # turns up to which rows are short, and from which they are long
 _SOME_ROWS: Final = 32  # of a dense layer, up to which tet_rows.cu is faster
 
@@ -134,10 +132,10 @@ def _choose_tile(weight: Trellis, rows: int) -> Tile | None:
 def choose_few(blocks: int, *, paired: bool) -> Few:
     """For so many blocks of experts, as measured on an H200."""
     if paired:
-        return Few(4, 4, 3)
+        return Few(4, 4, 3, 2)
     if blocks < 400:  # few blocks: more warps share one
-        return Few(16, 8, 1)
-    return Few(2, 8, 5) if blocks > 2000 else Few(4, 8, 3)
+        return Few(16, 8, 1, 1)
+    return Few(4, 6, 3, 2) if blocks > 2000 else Few(4, 4, 4, 2)
 
 
 def moe_experts(
@@ -158,57 +156,34 @@ def moe_experts(
         return _one_by_one(x, topk_ids, topk_weights, gate_up, down)
     slots, experts = tokens * top_k, gate_up.packed.num_experts
     each = slots / experts
-    wide = choose_wide(gate_up, down, each)
-    if wide is not None:
-        order = order_by_expert(topk_ids, experts, wide.rows)
-        rows, grouping = len(order.slots), Grouping(slots, 1, order)
-        seen = _ordered(rotate(x, gate_up), order, slots, top_k)
-        hidden = tile_product(wide, seen, x.dtype, gate_up, None, rows, grouping, paired=True)
-        y = tile_product(wide, rotate(hidden, down), x.dtype, down, None, slots, grouping)
+    if each > _FEW or batch_invariant():
+        shape, decodes = choose_grouped(each)
+        order = order_by_expert(topk_ids, experts, shape.rows)
+        y = grouped_experts(shape, x, order, top_k, gate_up, down, decodes=decodes)
         return combined(y, topk_weights)
-    rows = rows_of_blocks(each)
-    if tokens <= _ALONE and not batch_invariant():
+    if tokens <= _ALONE:
         groups = [Grouping(slots, divisor, ids=topk_ids) for divisor in (top_k, 1)]
     else:
-        order = order_by_expert(topk_ids, experts, rows)
+        order = order_by_expert(topk_ids, experts, 8)
         groups = [Grouping(slots, divisor, order) for divisor in (top_k, 1)]
 
     def multiply(
         x: torch.Tensor, weight: Trellis, group: Grouping, *, paired: bool
     ) -> torch.Tensor:
-        seen = rotate(x, weight)
-        if rows > 8:
-            wide = Rows(rows // 8, 4, warps=8, ahead=2, registers=128)
-            return rows_product(wide, seen, x.dtype, weight, None, slots, group, paired=paired)
         few = choose_few(weight.tiles // (1 + paired) * group.blocks, paired=paired)
-        return few_product(few, seen, x.dtype, weight, group, paired=paired)
+        if weight.tiles % few.tiles:
+            few = replace(few, tiles=1)
+        return few_product(few, rotate(x, weight), x.dtype, weight, group, paired=paired)
 
     hidden = multiply(x, gate_up, groups[0], paired=True)
     return combined(multiply(hidden, down, groups[1], paired=False), topk_weights)
 
 
-def _ordered(x: Rotated, order: Order, slots: int, divisor: int) -> Rotated:
-    """The rows in the order of the blocks; those that no slot has are any."""
-    numbers = gathered(x.numbers.view(torch.int16), order, slots, divisor).view(torch.int8)
-    places = (order.slots // divisor).clamp_(0, len(x.scales) - 1)
-    return Rotated(numbers, x.scales[places], x.sums[places])
-
-
-def choose_wide(gate_up: Trellis, down: Trellis, each: float) -> Tile | None:
-    """For so many rows an expert; None where other kernels are faster."""
-    whole = gate_up.packed.in_features % TILE == 0 and down.packed.in_features % TILE == 0
-    if each <= _SOME_EACH or not whole or batch_invariant():
-        return None
-    # Weights are unpacked anew for every block of an expert: most experts have as few blocks as
-    # that of the average.
-    most = each + 1.5 * each**0.5
-    blocks = ceil(most / _TILE_ROWS[-1])
-    return grouped_tile(next(r for r in _TILE_ROWS if r * blocks >= most), TRELLIS)
-
-
-def rows_of_blocks(each: float) -> int:
-    """For so many rows an expert."""
-    return 8 if each <= _FEW else 16 if each <= 15 else 24 if each <= 20 else 32
+def choose_grouped(each: float) -> tuple[Grouped, bool]:
+    """For so many rows an expert, as measured on an H200, and whether weights are decoded."""
+    if each <= _SOME or batch_invariant():
+        return grouped_shape(TRELLIS, 32), False
+    return grouped_shape(TRELLIS, 64 if each <= _MANY else 128, rounds=True), True
 
 
 def _one_by_one(

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from . import native
+from .native import tensor_map
+from .quant_grouped import Matrix, grouped_product
 from .quant_layout import TRELLIS
 from .quant_native import fed
-from .quant_shapes import Tile, only_resident
+from .quant_shapes import Grouped, Tile, only_resident, slab_bytes
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight
 
     from .quant_native import Grouping
+    from .routing import Order
 
 # What the code's numbers, whole bytes, are multiplied with: its spread over its deviation.
 _UNIT: Final = 1.03 / 128.0
@@ -90,6 +93,7 @@ class Few:
     warps: int
     ahead: int  # turns that weights are asked for ahead
     resident: int  # blocks a multiprocessor should hold
+    tiles: int  # sixty-fours of outputs of a block; two for gates and what belongs to them
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +154,22 @@ def rotate(x: torch.Tensor, weight: Trellis) -> Rotated:
     return Rotated(numbers, scales, sums)
 
 
+def placed(
+    x: torch.Tensor, weight: Trellis, order: Order, copies: int, *, decodes: bool
+) -> Rotated:
+    """As quant_grouped.cu reads it: rows of x, each once for each of its `copies` experts, or,
+    where there are none, rows that stand in this order. `decodes`: one number for an input."""
+    if order.places is None:
+        raise ValueError("an order without places of its rows")
+    rows, width = len(order.slots), x.shape[1]
+    shape = (rows, width * (1 if decodes else 2))
+    numbers = torch.empty(shape, dtype=torch.int8, device=x.device)
+    scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
+    sums = torch.empty((rows,), dtype=torch.int32, device=x.device)
+    _rotate(x, weight, [numbers, None, scales, sums], order.places, copies, decodes=decodes)
+    return Rotated(numbers if decodes else numbers.view(torch.int16), scales, sums)
+
+
 def rotated(x: torch.Tensor, weight: Trellis) -> torch.Tensor:
     """x [T, K] through signs and transforms, in its own dtype."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -157,14 +177,28 @@ def rotated(x: torch.Tensor, weight: Trellis) -> torch.Tensor:
     return y
 
 
-def _rotate(x: torch.Tensor, weight: Trellis, outputs: list[torch.Tensor | None]) -> None:
+def _rotate(
+    x: torch.Tensor,
+    weight: Trellis,
+    outputs: list[torch.Tensor | None],
+    places: torch.Tensor | None = None,
+    copies: int = 0,
+    *,
+    decodes: bool = False,
+) -> None:
     rows, width = x.shape
-    defines = {"WARPS": _ROTATE_WARPS, **_rotation(x.dtype, width, weight.block)}
+    defines = {
+        "WARPS": _ROTATE_WARPS,
+        **_rotation(x.dtype, width, weight.block),
+        "PLACED": int(places is not None),
+        "SINGLE": int(decodes),
+    }
     stride = ctypes.c_longlong(x.stride(0))
-    arguments = [x, stride, weight.signs, *outputs, weight.norm, _UNIT]
+    arguments = [x, stride, weight.signs, *outputs, weight.norm, _UNIT, places, copies]
     kernel = native.function("tet_rotate", defines)
     threads, shared = _ROTATE_WARPS * 32, _row_bytes(width)
-    native.launch(kernel, (rows, 1, 1), threads, arguments, shared=shared)
+    blocks = rows if copies or places is None else len(places)
+    native.launch(kernel, (blocks, 1, 1), threads, arguments, shared=shared)
 
 
 def _rotation(dtype: torch.dtype, width: int, block: int) -> dict[str, int]:
@@ -194,6 +228,7 @@ def few_product(
         "WARPS": shape.warps,
         "AHEAD": shape.ahead,
         "RESIDENT": shape.resident,
+        "TILES": shape.tiles,
         "PAIRED": int(paired),
     }
     order = grouping.order
@@ -212,9 +247,9 @@ def few_product(
         weight.tiles,
         grouping.divisor,
     ]
-    shared = shape.warps * max(shape.ahead * 512, (1 + paired) * 64 * 9 * 4)
+    shared = shape.warps * max(shape.ahead * 512, shape.tiles * 64 * 9 * 4)
     kernel = native.function("tet_gemv", defines)
-    grid = (weight.tiles // (1 + paired), grouping.blocks, 1)
+    grid = (weight.tiles // shape.tiles, grouping.blocks, 1)
     native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)
     return y
 
@@ -226,15 +261,11 @@ def rows_product(
     weight: Trellis,
     bias: torch.Tensor | None,
     num_rows: int,
-    grouping: Grouping | None = None,
-    *,
-    paired: bool = False,
 ) -> torch.Tensor:
-    """x as it is where shape.own says that blocks rotate it."""
+    """Of a dense layer; x as it is where shape.own says that blocks rotate it."""
     given = (x, None, None) if isinstance(x, torch.Tensor) else (x.numbers, x.scales, x.sums)
-    packed, halves = weight.packed, 2 if paired else 1
-    width = packed.out_features // halves
-    y = torch.empty((num_rows, width), dtype=dtype, device=weight.words.device)
+    packed = weight.packed
+    y = torch.empty((num_rows, packed.out_features), dtype=dtype, device=weight.words.device)
     defines = {
         **_rotation(dtype, packed.in_features, weight.block),
         "TILES": shape.eights,
@@ -245,10 +276,7 @@ def rows_product(
         "STAGES": shape.stages,
         "REGISTERS": shape.registers,
         "OWN": shape.own,
-        "PAIRED": int(paired),
-        "GROUPED": int(grouping is not None),
     }
-    order = None if grouping is None else grouping.order
     shared, inbox_at = shape.shared(packed.in_features)
     arguments = [
         *given,
@@ -256,19 +284,15 @@ def rows_product(
         weight.scales,
         bias,
         y,
-        None if order is None else order.slots,
-        None if order is None else order.experts,
         num_rows,
         packed.out_features,
         weight.tiles,
-        1 if grouping is None else grouping.divisor,
         ctypes.c_longlong(given[0].stride(0)),
         weight.signs,
         weight.norm * _UNIT,
         inbox_at,
     ]
-    blocks = -(-num_rows // (8 * shape.eights)) if grouping is None else grouping.blocks
-    grid = (-(-weight.tiles // shape.group), blocks, shape.split)
+    grid = (-(-weight.tiles // shape.group), -(-num_rows // (8 * shape.eights)), shape.split)
     kernel = native.function("tet_rows", defines)
     native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared, cluster=shape.split)
     return y
@@ -324,23 +348,19 @@ def tile_product(
     weight: Trellis,
     bias: torch.Tensor | None,
     num_rows: int,
-    grouping: Grouping | None = None,
-    *,
-    paired: bool = False,
 ) -> torch.Tensor:
     """By quant_tile.cu: many rows, of inputs in whole sixty-fours; as product() of quant_native.py
     says."""
-    packed, halves = weight.packed, 2 if paired else 1
-    y = torch.empty((num_rows, packed.out_features // halves), dtype=dtype, device=x.scales.device)
+    packed = weight.packed
+    y = torch.empty((num_rows, packed.out_features), dtype=dtype, device=x.scales.device)
     defines = {
         "HALF": 0,
         "Y_HALF": int(dtype == torch.float16),
         "FORMAT": TRELLIS,
         "SCALED": 0,
-        "PAIRED": int(paired),
-        "GROUPED": int(grouping is not None),
+        "PAIRED": 0,
+        "GROUPED": 0,
     }
-    order = None if grouping is None else grouping.order
     turns = packed.in_features // TILE
     arguments = [
         weight.words,
@@ -350,8 +370,8 @@ def tile_product(
         x.sums,
         bias,
         y,
-        None if order is None or paired else order.slots,
-        None if order is None else order.experts,
+        None,
+        None,
         num_rows,
         packed.out_features,
         weight.tiles,
@@ -359,10 +379,39 @@ def tile_product(
         turns,
         None,
     ]
-    blocks = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
     numbers = x.numbers.view(torch.int16)
-    fed(shape, defines, numbers, arguments, weight.tiles // halves, blocks)
+    fed(shape, defines, numbers, arguments, weight.tiles, -(-num_rows // shape.rows))
     return y
+
+
+def grouped_experts(
+    shape: Grouped,
+    x: torch.Tensor,
+    order: Order,
+    top_k: int,
+    gate_up: Trellis,
+    down: Trellis,
+    *,
+    decodes: bool,
+) -> torch.Tensor:
+    """By quant_grouped.cu: [num_slots, H], the gated MLPs of the experts that rows slot // top_k of
+    x go to in this order."""
+    y, num_slots = x, x.shape[0] * top_k
+    for weight, copies in ((gate_up, top_k), (down, 0)):
+        seen = placed(y, weight, order, copies, decodes=decodes)
+        y = grouped_product(
+            shape, seen.numbers, seen.scales, _matrix(shape, weight), x.dtype, order, num_slots,
+            paired=copies > 0, x_sums=seen.sums,
+        )  # fmt: skip
+    return y
+
+
+def _matrix(shape: Grouped, weight: Trellis) -> Matrix:
+    turns, size = -(-weight.packed.in_features // TILE), slab_bytes(TRELLIS)
+    words = weight.words.view(-1, weight.words.shape[-2] * weight.words.shape[-1])
+    boxes = tensor_map.slab_boxes(words.view(torch.uint8), 2 * size, shape.slabs // 8)
+    width = weight.packed.out_features
+    return Matrix(TRELLIS, 0, width, turns, boxes, None, turns, weight.scales, slab_rows=TILE)
 
 
 def decoded(weight: Trellis, dtype: torch.dtype) -> torch.Tensor:

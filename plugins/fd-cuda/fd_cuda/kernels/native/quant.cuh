@@ -14,7 +14,7 @@
 // Inputs as by rows, in slabs of eight bytes a lane: a byte, of the row or of the row + 8, is four inputs in the
 // affine code of ERNIE 4.5's published 2-bit checkpoints (fd-quant-wint2's ccq.py).
 #define CCQ 5
-// The trellis code (trellis.cuh), of which quant_tile.cu alone knows: 64 outputs by 64 inputs in two pieces.
+// The trellis code (trellis.cuh), of which quant_tile.cu and quant_grouped.cu know: 64 outputs by 64 inputs in two pieces.
 #define TRELLIS 6
 // Four bits of a float and powers of two of 32 inputs, row by row, of which quant_grouped.cu alone knows.
 #define MXFP4 7

@@ -4,7 +4,9 @@
 // One warp feeds: the copy engine brings two turns of 64 inputs, as far ahead as STAGES such steps, those of the next tiles
 // while one is stored. GROUPS of four warps unpack a slab of quant.cuh into registers while wgmma multiplies the slab
 // before; a warp has MT, with PAIRED half of them gates, the others what belongs to them. NUMBERS: x is int8, its inputs by
-// sixteens in the order of the bytes of a slab's words, and int4 becomes int8.
+// sixteens in the order of the bytes of a slab's words, and int4 becomes int8. The trellis code: x is rotated int8
+// (tet_rotate.cu), four numbers for two inputs, which multiply products of windows as they are, or, with NUMBERS, one for an
+// input, and weights are rounded to int8: twice the work of unpacking, half of that of the matrix units.
 // x lies by blocks of ROWS rows, each of one expert, those that are there first. PAIRED: so does y; else `slots` says where
 // rows of y go.
 // A row of x comes out the same whatever stands beside it.
@@ -16,16 +18,24 @@
 #include "wide.cuh"
 #include "feed.cuh"
 
+#if FORMAT == TRELLIS
+#include "trellis.cuh"
+#define SLAB_OUTPUTS 64  // four warps share a slab
+#define INTEGERS 1
+#else
+#define SLAB_OUTPUTS 16
+#define INTEGERS NUMBERS
+#endif
 #define MULTIPLIERS (GROUPS * 4)  // warps; four more have the feeder, and give it their registers
-#define SLABS (MULTIPLIERS * MT)
-#define OUT (SLABS * 16 / (1 + PAIRED))
+#define SLABS (MULTIPLIERS * MT * 16 / SLAB_OUTPUTS)
+#define OUT (MULTIPLIERS * MT * 16 / (1 + PAIRED))
 #define TILE_X (ROWS * 128 * (2 - NUMBERS))
 #define TILE_W (SLABS * 2 * SLAB_BYTES)
 #define STAGE (TILE_X + TILE_W + (FORMAT == MXFP4 ? SLABS * 64 : 0))
 #define UNITS (MT * (2 - NUMBERS))  // of a step: what a warp unpacks at a time, 64 inputs of a slab, or as NUMBERS 128
 #define STEP_INPUTS 128
 
-#if NUMBERS
+#if INTEGERS
 typedef int Sum;
 #else
 typedef float Sum;
@@ -33,8 +43,12 @@ typedef float Sum;
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
-#if NUMBERS
+#if INTEGERS
+#if FORMAT == TRELLIS && !NUMBERS
+#define WORDS "k32.s32.u8.s8 "
+#else
 #define WORDS "k32.s32.s8.s8 "
+#endif
 #define AFTER ", 1;"
 #define SUM "+r"
 #else
@@ -44,6 +58,14 @@ typedef float Sum;
 #endif
 #define D12 D8 ",%8,%9,%10,%11"
 #define D24 D16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#if FORMAT == TRELLIS && NUMBERS
+__device__ __forceinline__ u32 dot(u32 bytes, u32 factors, int sum) {
+  u32 d;
+  asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(bytes), "r"(factors), "r"(sum));
+  return d;
+}
+#endif
+
 #define MULTIPLY(size, list, operands, ...)                                                       \
   if constexpr (rows == size)                                                                     \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #size WORDS "{" list "}, " operands AFTER      \
@@ -76,6 +98,7 @@ __device__ __forceinline__ void multiply_rows(Sum* d, const u32* a, u64 b) {
 struct Problem {
   const u32* groups;
   const float *scales, *x_scales;
+  const int* x_sums;
   const u16* bias;
   u16* y;
   const int *slots, *experts;
@@ -120,9 +143,9 @@ __device__ __forceinline__ int first_slab(const Problem& of, const Tile& tile, i
   return PAIRED ? tile.nth * (SLABS / 2) + half * (of.slabs / 2) : tile.nth * SLABS + half * (SLABS / 2);
 }
 
-// The mth of a warp's.
-__device__ __forceinline__ int slab_of(const Problem& of, const Tile& tile, int m, int warp) {
-  return first_slab(of, tile, m / (MT / 2)) + m % (MT / 2) * MULTIPLIERS + warp;
+// Where the outputs of a warp's mth sixteen begin.
+__device__ __forceinline__ int outputs_of(const Problem& of, const Tile& tile, int m, int warp) {
+  return first_slab(of, tile, m / (MT / 2)) * SLAB_OUTPUTS + (m % (MT / 2) * MULTIPLIERS + warp) * 16;
 }
 
 // What one warp does. Its lanes stay together; one of them asks.
@@ -225,6 +248,52 @@ __device__ __forceinline__ void unpack_unit(u32 (*a)[4], const Held& held, int n
     }
   }
 }
+#elif FORMAT == TRELLIS
+// A lane has one word of one strand of every turn of 32 inputs, two outputs by four times two inputs: of the sixteen outputs
+// of a warp, those of the lower eight rows are the even ones.
+#define UNIT_TURNS (NUMBERS ? 4 : 2)
+struct Held {
+  u32 word[UNIT_TURNS], before[UNIT_TURNS];
+};
+
+__device__ __forceinline__ void hold(Held& held, const unsigned char* stage, int n, int warp, int lane) {
+  const int m = n / (UNITS / MT), first = n % (UNITS / MT) * UNIT_TURNS, own = warp % 4 * 8 + (lane >> 2);
+  const auto place = [&](int word) { return word / 4 * 64 + (lane & 3) * 16 + word % 4 * 4; };
+  const unsigned char* slab = stage + TILE_X + (m * GROUPS + warp / 4) * 2 * SLAB_BYTES + first * 512;
+#pragma unroll
+  for (int t = 0; t < UNIT_TURNS; t++) {
+    held.word[t] = *(const u32*)(slab + t * 512 + place(own));
+    held.before[t] = *(const u32*)(slab + t * 512 + place(own - 1 & 31));
+  }
+}
+
+#if NUMBERS
+// A weight is a sum of three bytes, -382 to 382 from its middle. A third of it is the second byte of what the dot product gives.
+#define UNIT_SCALE (256.f / 85.f)
+__device__ __forceinline__ u32 four_weights(u32 first, u32 second) {
+  const u32 low = 0xab005555u, high = 0x55555500u;  // (85, 85, 0, -85) and (0, 85, 85, 85)
+  const u32 a = dot(first, low, -10709), b = dot(first, high, -32384), c = dot(second, low, -10709), d = dot(second, high, -32384);
+  return __byte_perm(__byte_perm(a, b, 0x0051), __byte_perm(c, d, 0x0051), 0x5410);
+}
+#else
+#define UNIT_SCALE 1.f
+#endif
+
+__device__ __forceinline__ void unpack_unit(u32 (*a)[4], const Held& held, int) {
+#pragma unroll
+  for (int t = 0; t < UNIT_TURNS; t++) {
+    u32 p[8];
+    Before before{held.before[t], held.before[t] >> 16};
+    products(before, held.word[t], p);
+#if NUMBERS
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[t][i] = four_weights(p[i % 2 * 4 + i / 2 * 2], p[i % 2 * 4 + i / 2 * 2 + 1]);
+#else
+#pragma unroll
+    for (int i = 0; i < 8; i++) a[t * 2 + i / 4][i % 4] = p[i % 2 * 4 + i / 2];
+#endif
+  }
+}
 #elif NUMBERS
 #define UNIT_SCALE 0.0625f
 struct Held {
@@ -274,7 +343,7 @@ __device__ __forceinline__ void add_up(Sum (&sum)[MT][ROWS / 2], const Problem& 
   const u32* entries[MT];
 #pragma unroll
   for (int m = 0; m < MT; m++) {
-    const int slab = min(slab_of(of, tile, m, warp), of.slabs - 1);
+    const int slab = min(outputs_of(of, tile, m, warp) / 16, of.slabs - 1);
     entries[m] = of.groups + ((u64)tile.expert * of.slabs + slab) * num_groups * 8 * SCALED + (lane >> 2);
   }
   // Scales of the nth unit of a step.
@@ -342,7 +411,14 @@ __device__ __forceinline__ void store_outputs(const Problem& of, const Tile& til
     const int n = i * 16 + lane / 2, half = lane % 2;
     const int slot = __shfl_sync(~0u, tile.slot[i / 2], n % 32);
     if (n >= tile.count) continue;
+#if FORMAT == TRELLIS
+    const uint2 even = *(const uint2*)(stage + n * 32 + ((n >> 2 & 1) << 4) + half * 8);
+    const uint2 odd = *(const uint2*)(stage + n * 32 + ((1 ^ n >> 2 & 1) << 4) + half * 8);
+    const uint4 v = make_uint4(__byte_perm(even.x, odd.x, 0x5410), __byte_perm(even.x, odd.x, 0x7632),
+                               __byte_perm(even.y, odd.y, 0x5410), __byte_perm(even.y, odd.y, 0x7632));
+#else
     const uint4 v = *(const uint4*)(stage + n * 32 + ((half ^ n >> 2 & 1) << 4));
+#endif
     store_piece(of.y, PAIRED ? tile.block * ROWS + n : slot, PAIRED ? of.blocks * ROWS : of.M, column + half * 8, width, v);
   }
   __syncwarp();
@@ -354,7 +430,7 @@ __device__ __forceinline__ void compute(const Problem& of, const Tile& tile, con
   // Of a lane's two outputs of each slab, with PAIRED of gates and of what belongs to them; and of its own two rows.
   float scale[MT][2], bias[MT][2] = {}, of_row[ROWS / 32];
 #pragma unroll
-  for (int i = 0; i < ROWS / 32; i++) of_row[i] = NUMBERS ? of.x_scales[tile.block * ROWS + lane + i * 32] : 1.f;
+  for (int i = 0; i < ROWS / 32; i++) of_row[i] = INTEGERS ? of.x_scales[tile.block * ROWS + lane + i * 32] : 1.f;
 #pragma unroll
   for (int m = 0; m < MT; m++) {
 #pragma unroll
@@ -362,8 +438,10 @@ __device__ __forceinline__ void compute(const Problem& of, const Tile& tile, con
 #if FORMAT == MXFP4
       const int output = min(tile.nth * SLABS * 16 + row_of(warp, m, lane) + h * 8, of.N - 1);
       if (of.bias != nullptr) bias[m][h] = widen_y(of.bias[(u64)tile.expert * of.N + output]);
+#elif FORMAT == TRELLIS
+      const int output = min(outputs_of(of, tile, m, warp) + (lane >> 2) * 2 + h, of.N - 1);
 #else
-      const int output = min(slab_of(of, tile, m, warp) * 16 + (lane >> 2) + h * 8, of.N - 1);
+      const int output = min(outputs_of(of, tile, m, warp) + (lane >> 2) + h * 8, of.N - 1);
 #endif
       scale[m][h] = scales[output] * UNIT_SCALE;
     }
@@ -394,11 +472,16 @@ __device__ __forceinline__ void compute(const Problem& of, const Tile& tile, con
   // Outputs of two rows each.
   const auto scaled_four = [&](int m, int eight) {
     float first = 1.f, second = 1.f;
-    if (NUMBERS) {
+    float4 v = four_of(sum[m], eight);
+    if (INTEGERS) {
       const int row = eight * 8 + (lane & 3) * 2;
       first = __shfl_sync(~0u, of_row[eight / 4], row % 32), second = __shfl_sync(~0u, of_row[eight / 4], row % 32 + 1);
     }
-    const float4 v = four_of(sum[m], eight);
+    if (FORMAT == TRELLIS && !NUMBERS) {
+      const int* sums = of.x_sums + tile.block * ROWS + eight * 8 + (lane & 3) * 2;
+      const float a = 127.5f * sums[0], b = 127.5f * sums[1];
+      v.x -= a, v.y -= b, v.z -= a, v.w -= b;
+    }
     return make_float4(v.x * scale[m][0] * first + bias[m][0], v.y * scale[m][0] * second + bias[m][0],
                        v.z * scale[m][1] * first + bias[m][1], v.w * scale[m][1] * second + bias[m][1]);
   };
@@ -416,12 +499,12 @@ __device__ __forceinline__ void compute(const Problem& of, const Tile& tile, con
     };
     return narrow_y(is_up ? gated(x, v.z) : gated(v.x, x), is_up ? gated(y, v.w) : gated(v.y, y));
   };
-  store_outputs(of, tile, stage, (tile.nth * (SLABS / 2) + warp) * 16, lane,
+  store_outputs(of, tile, stage, tile.nth * OUT + warp * 16, lane,
                 [&](int eight) { return make_uint2(clamped(0, eight), clamped(1, eight)); });
 #elif PAIRED
 #pragma unroll
   for (int m = 0; m < MT / 2; m++)
-    store_outputs(of, tile, stage, slab_of(of, tile, m, warp) * 16, lane, [&](int eight) {
+    store_outputs(of, tile, stage, outputs_of(of, tile, m, warp), lane, [&](int eight) {
       const float4 v = scaled_four(m, eight), up = scaled_four(m + MT / 2, eight);
       return make_uint2(narrow_y(quick_silu(v.x) * up.x, quick_silu(v.y) * up.y),
                         narrow_y(quick_silu(v.z) * up.z, quick_silu(v.w) * up.w));
@@ -429,7 +512,7 @@ __device__ __forceinline__ void compute(const Problem& of, const Tile& tile, con
 #else
 #pragma unroll
   for (int m = 0; m < MT; m++)
-    store_outputs(of, tile, stage, slab_of(of, tile, m, warp) * 16, lane, [&](int eight) {
+    store_outputs(of, tile, stage, outputs_of(of, tile, m, warp), lane, [&](int eight) {
       const float4 v = scaled_four(m, eight);
       return make_uint2(narrow_y(v.x, v.y), narrow_y(v.z, v.w));
     });
@@ -438,12 +521,12 @@ __device__ __forceinline__ void compute(const Problem& of, const Tile& tile, con
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 quant_grouped(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const u32* __restrict__ groups,
-              const float* __restrict__ scales, const float* x_scales, const u16* __restrict__ bias, u16* y,
-              const int* slots, const int* experts, int M, int N, int slabs, int turns, int per_group, int scale_width,
+              const float* __restrict__ scales, const float* x_scales, const int* x_sums, const u16* __restrict__ bias,
+              u16* y, const int* slots, const int* experts, int M, int N, int slabs, int turns, int per_group, int scale_width,
               int blocks, int across, float alpha, float limit) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5);
-  const Problem of{groups, scales, x_scales, bias, y, slots, experts, M, N, slabs, turns, per_group, scale_width, blocks,
+  const Problem of{groups, scales, x_scales, x_sums, bias, y, slots, experts, M, N, slabs, turns, per_group, scale_width, blocks,
                    across, alpha, limit};
   const u32 full = shared_address(memory), empty = full + 8 * STAGES, base = (empty + 8 * STAGES + 1023) & ~1023u;
   const Ring ring = {full, empty, base, memory + (base - full)};

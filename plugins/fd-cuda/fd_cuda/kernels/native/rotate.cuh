@@ -10,6 +10,9 @@
 #define ROW_BYTES (BANDS * 16 * LINE)
 #define OWN_SPANS ((BANDS * 16 + WARPS - 1) / WARPS)
 #define OWN_COLUMNS (32 / WARPS)  // eights of columns: inputs as far in their spans
+#ifndef SINGLE
+#define SINGLE 0  // numbers are rounded as they are
+#endif
 #define UPPER (LEVELS > 8 ? LEVELS - 8 : 0)
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
@@ -143,8 +146,10 @@ __device__ __forceinline__ void round_row(const float (&y)[OWN_COLUMNS][BANDS][4
 #pragma unroll
   for (int n = 0; n < OWN_COLUMNS; n++)
 #pragma unroll
-    for (int e = 0; e < BANDS * 4; e += 2)  // the larger of |a + b| and |a - b|
-      peak = fmaxf(peak, fabsf(y[n][e / 4][e % 4]) + fabsf(y[n][e / 4][e % 4 + 1]));
+    for (int e = 0; e < BANDS * 4; e += 2) {
+      const float a = fabsf(y[n][e / 4][e % 4]), b = fabsf(y[n][e / 4][e % 4 + 1]);
+      peak = fmaxf(peak, SINGLE ? fmaxf(a, b) : a + b);  // the larger of |a + b| and |a - b|
+    }
   // Bits of what is not negative are in the numbers' order.
   u32 largest = __reduce_max_sync(~0u, __float_as_uint(peak));
   if (lane == 0) peaks[warp] = largest;
@@ -159,12 +164,17 @@ __device__ __forceinline__ void round_row(const float (&y)[OWN_COLUMNS][BANDS][4
 #pragma unroll
     for (int e = 0; e < BANDS * 4; e += 2) {
       const float a = y[n][e / 4][e % 4], b = y[n][e / 4][e % 4 + 1], middle = 12582912.f;
+      const int span = e / 4 * 16 + (lane >> 2) + e % 4 / 2 * 8, column = warp * OWN_COLUMNS + n, j = lane & 3;
+#if SINGLE
+      *(u16*)(spans + span * LINE + column * 8 + j * 2) =
+          (u16)__byte_perm(__float_as_uint(fmaf(a, scale, middle)), __float_as_uint(fmaf(b, scale, middle)), 0x0040);
+      continue;
+#endif
       // The last byte of 1.5 * 2^23 + a whole number is that number's.
       const u32 q[4] = {__float_as_uint(fmaf(a, scale, middle)), __float_as_uint(fmaf(a + b, scale, middle)),
                         __float_as_uint(fmaf(b, scale, middle)), __float_as_uint(fmaf(b - a, scale, middle))};
       sum += (int)(q[0] + q[1] + q[2] + q[3] - 4u * 0x4b400000u);
       const u32 word = __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
-      const int span = e / 4 * 16 + (lane >> 2) + e % 4 / 2 * 8, column = warp * OWN_COLUMNS + n, j = lane & 3;
       *(u32*)(spans + span * LINE + column * 16 + j * 4) = word;
     }
   sum = __reduce_add_sync(~0u, sum);

@@ -14,7 +14,6 @@
 #define COLUMNS (8 * TILES)
 #define GROUP 1
 #define DEPTH WARPS
-#define PAIRED 0
 #include "tet_sums.cuh"
 
 #define TURNS (WIDTH / 32)
@@ -138,7 +137,7 @@ tet_few(const void* x, const float* x_scales, const int* x_sums, const unsigned 
   await_own_copies<0>();
 #endif
   __syncthreads();  // parts stand where weights and x were
-  const auto store = [&](int c, int n, int total, int) {
+  const auto store = [&](int c, int n, int total) {
     const int column = tile * 64 + c, row = first_row + n;
 #if OWN
     const float offset = 127.5f * own_sums[row], x_scale = own_scales[row];

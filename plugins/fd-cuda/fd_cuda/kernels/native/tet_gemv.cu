@@ -3,8 +3,8 @@
 // A strand is 512 weights, 64 outputs by 8 inputs, a ring of 32 words; its 16-bit windows times a constant are four
 // bytes each, which an integer product with (x0, x0 + x1, x1, x1 - x0) wants as they are: nothing is decoded.
 // A lane loads four words of a strand, 8 outputs by 8 inputs, and borrows the word before from a neighbour. A block
-// computes 64 outputs of up to eight rows, PAIRED: and the 64 that belong to these gates; its WARPS warps take turns of 32
-// inputs. x is int8, four numbers for two inputs (tet_rotate.cu), every lane copies what it will read itself. Row n of
+// computes TILES times 64 outputs of up to eight rows, PAIRED: 64 and those that belong to these gates; its WARPS warps take
+// turns of 32 inputs. x is int8, four numbers for two inputs (tet_rotate.cu), every lane copies what it will read itself. Row n of
 // blockIdx.y is row slots[n] / divisor of x and row slots[n] of y, or with `ids` every block has one.
 // Sums are whole numbers: their order does not matter.
 
@@ -17,7 +17,8 @@
 
 #define TURNS (WIDTH / 32)
 #define ROUNDS ((TURNS + WARPS - 1) / WARPS)
-#define MT (1 + PAIRED)
+#define MT TILES
+#define OUT (PAIRED ? 64 : 64 * MT)
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
@@ -43,7 +44,7 @@ tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* 
   const uint4* from[MT];
 #pragma unroll
   for (int m = 0; m < MT; m++) {
-    from[m] = w + ((u64)(tile + m * (tiles / 2)) * TURNS + warp) * 32 + lane;
+    from[m] = w + ((u64)(PAIRED ? tile + m * (tiles / 2) : tile * MT + m) * TURNS + warp) * 32 + lane;
   }
   uint4 held[AHEAD][MT];
 #pragma unroll
@@ -112,9 +113,9 @@ tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* 
         part[(m * 64 + g * 8 + n * 2 + (e >> 1)) * PITCH + j * 2 + (e & 1)] = sum[m][n][e];
   __syncthreads();
 
-  const int width = N / MT;
-  for (int e = thread; e < COLUMNS * 64; e += WARPS * 32) {
-    const int c = e % 64, n = e / 64, column = tile * 64 + c;
+  const int width = N / (1 + PAIRED);
+  for (int e = thread; e < COLUMNS * OUT; e += WARPS * 32) {
+    const int c = e % OUT, n = e / OUT, column = tile * OUT + c;
     const int at = slot_of(n, slots, ids, M);
     if (at >= M) continue;
     const int* line = (const int*)memory + c * PITCH + n;

@@ -1,12 +1,10 @@
-// y[M, N] = x[M, K] W[N, K]^T with W in the trellis code of two bits: layers without experts, and experts with more rows than
-// tet_gemv.cu, which says how the code is multiplied, is for.
+// y[M, N] = x[M, K] W[N, K]^T with W in the trellis code of two bits, for layers without experts; tet_gemv.cu says how the code
+// is multiplied.
 //
 // A block computes 64 * GROUP outputs of 8 * TILES rows, the SPLIT blocks of a cluster divide K. Its warps have a tile of
 // outputs each, those of a tile take turns of 32 inputs. x is int8, four numbers for two inputs (tet_rotate.cu), and goes
 // through shared memory chunk by chunk. OWN: x is no such thing, and every block makes it of up to OWN rows while its weights
-// are on their way. GROUPED: blockIdx.y is a block of rows of one expert, and row n is row slots[n] / divisor of x and row
-// slots[n] of y. PAIRED: half of the tiles are gates, the others what belongs to them. Sums are whole numbers: their order
-// does not matter.
+// are on their way. Sums are whole numbers: their order does not matter.
 
 #include "common.cuh"
 #include "trellis.cuh"
@@ -28,44 +26,29 @@
 
 extern "C" __global__ void __maxnreg__(REGISTERS)
 tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* __restrict__ w,
-         const float* __restrict__ scales, const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M,
-         int N, int tiles, int divisor, long long x_stride, const signed char* __restrict__ signs, float spread,
-         int inbox_at) {
+         const float* __restrict__ scales, const u16* __restrict__ bias, u16* y, int M, int N, int tiles, long long x_stride,
+         const signed char* __restrict__ signs, float spread, int inbox_at) {
   extern __shared__ __align__(128) unsigned char memory[];  // x, then parts of sums; at inbox_at what others send
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, j = lane & 3;
   static_assert(OWN || WARPS * 8 % CHUNK == 0, "threads copy whole rows of a chunk");
   const int rank = blockIdx.z, first_turn = rank * SHARE, own_turns = min(SHARE, TURNS - first_turn), depth = warp / GROUP;
   const int first_row = blockIdx.y * COLUMNS, rows = min(COLUMNS, M - first_row);
-#if GROUPED
-  let_next_start();
-  wait_for_previous();
-  const int expert = experts[blockIdx.y];
-  if (expert < 0) return;
-  w += (u64)expert * tiles * TURNS * 32;
-  scales += (u64)expert * tiles * 64;
-  const auto slot_of = [&](int n) { return slots[first_row + n]; };
-#else
-  const auto slot_of = [&](int n) { return first_row + n; };
-#endif
   // Tiles after the last repeat it; nothing of theirs is stored.
-  const int nth = warp % GROUP, own_tile = blockIdx.x * (GROUP / HALVES) + nth % (GROUP / HALVES);
-  const int tile = min(own_tile, tiles / HALVES - 1) + nth / (GROUP / HALVES) * (tiles / HALVES);
+  const int tile = min((int)blockIdx.x * GROUP + warp % GROUP, tiles - 1);
   const uint4* from = w + ((u64)tile * TURNS + first_turn + depth) * 32 + lane;
   uint4 held[AHEAD];
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
     if (depth + i * DEPTH < own_turns) held[i] = load_once(from + i * DEPTH * 32);
   // What a thread's results are multiplied with, where one block has a product's: at the end it would be waited for.
-  const float own_scale = load_once(scales + min((int)blockIdx.x * OUT + thread % OUT, N / HALVES - 1));
+  const float own_scale = load_once(scales + min((int)blockIdx.x * OUT + thread % OUT, N - 1));
 #if OWN
   Rotation rotation;
   rotation.prepare(signs, warp, lane);
 #endif
   announce_start();
-#if !GROUPED
   let_next_start();
   wait_for_previous();
-#endif
 
 #if OWN
   __shared__ float own_scales[OWN];
@@ -78,9 +61,9 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
   u32 present = 0;
 #pragma unroll
   for (int i = 0; i < PIECES; i++) {
-    const int n = own_row + i * ROWS_AT_ONCE, slot = n < COLUMNS ? slot_of(n) : M;
-    x_from[i] = (const uint4*)x + (slot < M ? (u64)(GROUPED ? slot / divisor : slot) * TURNS * 4 : 0) + first_turn * 4 + piece;
-    present |= (u32)(slot < M) << i;
+    const int n = own_row + i * ROWS_AT_ONCE, row = n < COLUMNS ? first_row + n : M;
+    x_from[i] = (const uint4*)x + (row < M ? (u64)row * TURNS * 4 : 0) + first_turn * 4 + piece;
+    present |= (u32)(row < M) << i;
   }
   const u32 place = shared_address(memory) + piece / 4 * TURN_BYTES + own_row * 64 + piece % 4 * 16;
   const auto ask_x = [&](int chunk) {
@@ -147,20 +130,17 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
   await_own_copies<0>();
 #endif
   __syncthreads();  // parts stand where x was
-  const int width = N / HALVES;
-  const auto store = [&](int c, int n, int total, int other) {
-    const int column = blockIdx.x * OUT + c, at = slot_of(n);
-    if (column >= width || at >= M) return;
+  const auto store = [&](int c, int n, int total) {
+    const int column = blockIdx.x * OUT + c, row = first_row + n;
+    if (column >= N) return;
 #if OWN
-    const float offset = 127.5f * own_sums[at], x_scale = own_scales[at];
+    const float offset = 127.5f * own_sums[row], x_scale = own_scales[row];
 #else
-    const int row = GROUPED ? at / divisor : at;
     const float offset = 127.5f * x_sums[row], x_scale = x_scales[row];
 #endif
     float value = (total - offset) * ((SPLIT == 1 && WARPS * 32 % OUT == 0 ? own_scale : scales[column]) * x_scale);
-    if (PAIRED) value = silu(value) * ((other - offset) * (scales[column + width] * x_scale));
-    else if (bias != nullptr) value += widen(bias[column]);
-    y[(u64)at * width + column] = narrow(value);
+    if (bias != nullptr) value += widen(bias[column]);
+    y[(u64)row * N + column] = narrow(value);
   };
-  finish(sum, (int*)memory, (int*)(memory + inbox_at), GROUPED ? COLUMNS : rows, store);
+  finish(sum, (int*)memory, (int*)(memory + inbox_at), rows, store);
 }

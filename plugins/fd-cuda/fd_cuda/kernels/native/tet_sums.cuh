@@ -1,13 +1,12 @@
 // How blocks of products with the trellis code end: sums of their warps, of the blocks of a cluster, numbers of y.
-// A block has GROUP tiles of 64 outputs, DEPTH warps each; PAIRED: half of the tiles are gates, the others what belongs to them.
+// A block has GROUP tiles of 64 outputs, DEPTH warps each.
 #include "cluster.cuh"
 
 #define PITCH (COLUMNS + 1)
-#define HALVES (1 + PAIRED)
-#define OUT (64 * GROUP / HALVES)
+#define OUT (64 * GROUP)
 #define OWN_OUT (OUT / SPLIT)  // outputs that a block finishes
 
-// store(c, n, total, other) stores output c of row n; `rows` are there. Shared memory from `parts` on may be written anew, to `inbox`, where
+// store(c, n, total) stores output c of row n; `rows` are there. Shared memory from `parts` on may be written anew, to `inbox`, where
 // other blocks send.
 template <class Store>
 __device__ __forceinline__ void finish(const int (&sum)[4][TILES][4], int* parts, int* inbox, int rows,
@@ -32,7 +31,7 @@ __device__ __forceinline__ void finish(const int (&sum)[4][TILES][4], int* parts
   };
 #if SPLIT == 1
   for (int e = thread; e < OUT * rows; e += WARPS * 32)
-    store(e % OUT, e / OUT, of_warps(e % OUT, e / OUT), PAIRED ? of_warps(e % OUT + OUT, e / OUT) : 0);
+    store(e % OUT, e / OUT, of_warps(e % OUT, e / OUT));
 #else
   const int rank = blockIdx.z;
   await_start();
@@ -47,7 +46,7 @@ __device__ __forceinline__ void finish(const int (&sum)[4][TILES][4], int* parts
     int total = 0;
 #pragma unroll
     for (int i = 0; i < SPLIT; i++) total += inbox[(i * OWN_OUT + c) * COLUMNS + n];
-    store(rank * OWN_OUT + c, n, total, 0);
+    store(rank * OWN_OUT + c, n, total);
   }
 #endif
 }
