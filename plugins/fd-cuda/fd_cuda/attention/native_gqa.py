@@ -181,7 +181,7 @@ class NativePrompts:
         scale: float,
         num_processors: int,
     ) -> None:
-        """Queue it; k is contiguous. `tiles`: prefill_tiles of PROMPT_ROWS // group tokens."""
+        """Queue it; k is contiguous. `tiles`: prompt_tiles of PROMPT_ROWS // group tokens."""
         tokens, heads = PROMPT_ROWS // self._group, self._spec.num_kv_heads
         defines = {
             "HALF": int(self._spec.dtype == "float16"),
