@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from fastdeploy_core.errors import CapabilityError
 
-from fd_cuda.settings import is_batch_invariant
+from fd_cuda.kernels.common import batch_invariant
 
 from .plan import DecodeShape, decode_items, prompt_tiles, split_parts
 from .prefill import zero_padding
@@ -65,7 +65,7 @@ class AttentionDriver(ABC):
         self.spec, self.block_size, self._device = spec, block_size, device
         self._exact = spec.dtype == "float32"
         self._itemsize = 4 if self._exact else 2
-        self._invariant = is_batch_invariant()
+        self._invariant = batch_invariant()
         self._short = min(SHORT, most_tokens)
         self._most_tokens = most_tokens
         self._scale = spec.scale * LOG2E
