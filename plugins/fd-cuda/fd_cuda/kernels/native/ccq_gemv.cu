@@ -11,11 +11,11 @@
 #include "quant.cuh"
 
 #define COLUMNS (8 * TILES)
+#define OUT (PAIRED ? 16 : 16 * MT)
 #include "rows.cuh"
 
 #define TURNS (WIDTH / 64)
 #define ROUNDS ((TURNS + WARPS - 1) / WARPS)
-#define OUT (PAIRED ? 16 : 16 * MT)
 #if HALF
 #define MIDDLE 1056.f
 #else
@@ -218,19 +218,5 @@ ccq_gemv(const u16* x, long long x_stride, const uint2* __restrict__ w, const un
   __syncthreads();  // sums stand where x was
   store_sums((float*)memory, sum, warp, lane, GROUPED ? COLUMNS : M - (int)blockIdx.y * COLUMNS);
   __syncthreads();
-
-  static_assert(WARPS * 32 % OUT == 0, "a thread finishes numbers of one output");
-  for (int e = thread; e < COLUMNS * OUT; e += WARPS * 32) {
-    const int c = e % OUT, n = e / OUT, column = tile * OUT + c;
-    const int at = slot_of(n, slots, ids, M);
-    if (at >= M || column >= width) continue;
-    const float* line = (const float*)memory + c * PITCH + n;
-    float value = of_all_warps(line, MT * 16 * PITCH) * own_scale;
-    if (PAIRED) {
-      value = silu(value) * (of_all_warps(line + 16 * PITCH, MT * 16 * PITCH) * other_scale);
-    } else if (bias != nullptr) {
-      value += widen(bias[column]);
-    }
-    y[(u64)at * width + column] = narrow(value);
-  }
+  store_results((const float*)memory, nullptr, own_scale, other_scale, bias, y, tile * OUT, width, M, slots, ids, divisor);
 }

@@ -34,3 +34,23 @@ __device__ __forceinline__ Sum of_all_warps(const Sum* part, int step) {
   for (int i = 0; i < WARPS; i++) total += part[i * step];
   return total;
 }
+
+#ifdef Y_HALF  // and so FORMAT: of weights in slabs
+// Sums of all warps, times scales, to y: outputs from `first` on, each of which has one thread that brings its scale, with
+// PAIRED those of a gate and of what belongs to it.
+__device__ __forceinline__ void store_results(const float* parts, const float* x_scales, float own_scale, float other_scale,
+                                              const u16* bias, u16* y, int first, int width, int M, const int* slots,
+                                              const long long* ids, int divisor) {
+  static_assert(WARPS * 32 % OUT == 0, "a thread finishes numbers of one output");
+  for (int e = threadIdx.x; e < COLUMNS * OUT; e += WARPS * 32) {
+    const int c = e % OUT, n = e / OUT, column = first + c, at = slot_of(n, slots, ids, M);
+    if (at >= M || column >= width) continue;
+    const float* line = parts + c * PITCH + n;
+    const float x_scale = x_scales == nullptr ? 1.f : x_scales[GROUPED ? at / divisor : at];
+    float value = of_all_warps(line, MT * 16 * PITCH) * (own_scale * x_scale);
+    if (PAIRED) value = silu(value) * (of_all_warps(line + 16 * PITCH, MT * 16 * PITCH) * (other_scale * x_scale));
+    else if (bias != nullptr) value += widen_y(bias[column]);
+    y[(u64)at * width + column] = narrow_y(value);
+  }
+}
+#endif
