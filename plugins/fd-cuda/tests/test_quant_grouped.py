@@ -41,7 +41,15 @@ def in_blocks(counts: tuple[int, ...], rows: int, experts: int) -> Order:
     return Order(slots.view(-1).to(DEVICE), torch.tensor([*of, -1], dtype=torch.int32).to(DEVICE))
 
 
-@pytest.mark.parametrize("counts", [COUNTS, (64, 65, 128)])
+@pytest.mark.parametrize(
+    ("counts", "shape"),
+    [
+        (COUNTS, Grouped(64, 2, 3)),
+        ((64, 65, 128), Grouped(128, 2, 3)),
+        ((1, 13, 32, 20, 30), Grouped(32, 2, 3, 4)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("name", "group", "inputs"),
     [
@@ -53,11 +61,11 @@ def in_blocks(counts: tuple[int, ...], rows: int, experts: int) -> Order:
     ],
 )
 def test_products_of_every_number_of_rows(
-    name: str, group: int, inputs: int, counts: tuple[int, ...]
+    name: str, group: int, inputs: int, counts: tuple[int, ...], shape: Grouped
 ) -> None:
     """Outputs that fill no tile, inputs that fill no step."""
     torch.manual_seed(inputs)
-    inner, experts, shape = 144, 4, Grouped(128 if max(counts) > 64 else 64, 2, 3)
+    inner, experts = 144, 4
     weight = quant_weights.prepare(packed(name, 2 * inner, inputs, group, experts, DEVICE))
     slabs = weight.slabs
     assert slabs is not None

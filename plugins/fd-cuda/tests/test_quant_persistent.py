@@ -79,12 +79,20 @@ def test_product(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "group"),
-    [("wint4", 0), ("wint8", 0), ("wint4_zp", 64), ("wfp8", 0), ("w8a8", 0), ("wfp8afp8", 0)],
-)  # fmt: skip
-def test_experts_pair_gate_and_up(name: str, group: int) -> None:
+    ("name", "group", "tokens", "block"),
+    [
+        ("wint4", 0, 12, 16),
+        ("wint8", 0, 12, 16),
+        ("wint4_zp", 64, 12, 16),
+        ("wfp8", 0, 12, 16),
+        ("w8a8", 0, 12, 16),
+        ("wfp8afp8", 0, 12, 16),
+        ("wint4", 0, 150, 160),  # of a block of one row, 96 are computed
+    ],
+)
+def test_experts_pair_gate_and_up(name: str, group: int, tokens: int, block: int) -> None:
     """Rows gathered by expert, two blocks of one of them, and an unused block."""
-    experts, inner, hidden, tokens, block = 2, 112, 256, 12, 16
+    experts, inner, hidden = 2, 112, 256
     weight = quant_weights.prepare(made(name, 2 * inner, hidden, group, experts))
     slabs = weight.slabs
     assert slabs is not None

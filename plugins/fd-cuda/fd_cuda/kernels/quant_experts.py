@@ -47,8 +47,11 @@ _SMALL: Final = 1024
 _MANY_CODES: Final = 192
 # Rows an expert from which quant_persistent.cu is faster, and rows of its blocks.
 _MANY_EACH: Final = 80
-# Rows an expert from which blocks of quant_grouped.cu have 128.
+# Rows an expert up to which blocks of quant_grouped.cu have 32, and from which they have 128.
+_FEW_EACH: Final = 28
 _SOME_EACH: Final = 48
+# Sixteens of outputs of all experts from which tiles of 32 of them keep the GPU busy.
+_MANY_SLABS: Final = 1 << 13
 _PERSISTENT_ROWS: Final = (128, 160, 192, 208)
 # Rows an expert from which int4 with rounded activations is unpacked to int8.
 _MANY_NUMBERS: Final = 256
@@ -139,8 +142,8 @@ def choose(
     slabs: Slabs, each: float, *, rounds: bool = False
 ) -> Shape | RowGemm | Persistent | Blocks | Grouped:
     """The kernel for so many rows an expert, by what was measured on an H200 with 64 experts of
-    2560 x 1536: between points of those tables a choice is a guess, as it is for fp8 and groups
-    with few rows. `rounds`: of int4, whether activations are rounded."""
+    2560 x 1536: between points of those tables a choice is a guess. `rounds`: of int4, whether
+    activations are rounded."""
     by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
     if batch_invariant():
         if slabs.kind == CCQ:
@@ -157,7 +160,8 @@ def choose(
         return persistent(persistent_rows(each), slabs.kind)
     if each <= 16 and slabs.block_scales is not None and slabs.out_features <= _SMALL:
         return Gemv(1, 2, 4, 2, 6) if each <= 2 else RowGemm(32, 2, 1, 4)
-    if each <= (3 if slabs.kind == INT4 else 4 if slabs.kind in (INT8, FP8) else 16):
+    few = 8 if slabs.scaled else 3 if slabs.kind == INT4 else 4
+    if each <= (few if slabs.kind in (INT4, INT8, FP8) else 16):
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
     if slabs.kind == CCQ:
         return grouped_tile(32 if each <= 28 else 64 if each <= 60 else 128, CCQ)
@@ -165,6 +169,9 @@ def choose(
         return persistent(64 if each <= 64 else 128, slabs.kind)
     if by_rows:
         return RowGemm(32 if each <= 28 else 64, 2, 1, 4)
+    is_plain = slabs.kind == INT4 and not slabs.scaled and not rounds
+    if is_plain and each <= _FEW_EACH and slabs.num_experts * slabs.num_slabs >= _MANY_SLABS:
+        return grouped_shape(INT4, 32)
     rows = 128 if slabs.kind == INT4 and each > _SOME_EACH else 64
     return grouped_shape(slabs.kind, rows, rounds=rounds)
 

@@ -185,13 +185,14 @@ class Grouped:
     """How quant_grouped.cu is specialized."""
 
     rows: int  # of x, of a block, at most
-    groups: int  # of four warps, each of which has two slabs
+    groups: int  # of four warps
     stages: int
+    held: int = 2  # slabs of a warp
 
     @property
     def slabs(self) -> int:
         """Of a tile."""
-        return self.groups * 8
+        return self.groups * 4 * self.held
 
     @property
     def threads(self) -> int:

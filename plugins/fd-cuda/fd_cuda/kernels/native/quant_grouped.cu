@@ -3,8 +3,8 @@
 //
 // One warp feeds: the copy engine brings two turns of 64 inputs, as far ahead as STAGES such steps, those of the next tiles
 // while one is stored. GROUPS of four warps unpack a slab of quant.cuh into registers while wgmma multiplies the slab
-// before; a warp has two, with PAIRED gates and what belongs to them. NUMBERS: x is int8, its inputs by sixteens in the
-// order of the bytes of a slab's words, and int4 becomes int8.
+// before; a warp has MT, with PAIRED half of them gates, the others what belongs to them. NUMBERS: x is int8, its inputs by
+// sixteens in the order of the bytes of a slab's words, and int4 becomes int8.
 // x lies by blocks of ROWS rows, each of one expert, those that are there first. PAIRED: so does y; else `slots` says where
 // rows of y go.
 // A row of x comes out the same whatever stands beside it.
@@ -17,12 +17,12 @@
 #include "feed.cuh"
 
 #define MULTIPLIERS (GROUPS * 4)  // warps; four more have the feeder, and give it their registers
-#define SLABS (MULTIPLIERS * 2)
+#define SLABS (MULTIPLIERS * MT)
 #define OUT (SLABS * 16 / (1 + PAIRED))
 #define TILE_X (ROWS * 128 * (2 - NUMBERS))
 #define TILE_W (SLABS * 2 * SLAB_BYTES)
 #define STAGE (TILE_X + TILE_W + (FORMAT == MXFP4 ? SLABS * 64 : 0))
-#define UNITS (NUMBERS ? 2 : 4)  // of a step: what a warp unpacks at a time, 64 inputs of a slab, or as NUMBERS 128
+#define UNITS (MT * (2 - NUMBERS))  // of a step: what a warp unpacks at a time, 64 inputs of a slab, or as NUMBERS 128
 #define STEP_INPUTS 128
 
 #if NUMBERS
@@ -118,6 +118,11 @@ __device__ __forceinline__ Tile known(const Problem& of, Tile tile) {
 
 __device__ __forceinline__ int first_slab(const Problem& of, const Tile& tile, int half) {
   return PAIRED ? tile.nth * (SLABS / 2) + half * (of.slabs / 2) : tile.nth * SLABS + half * (SLABS / 2);
+}
+
+// The mth of a warp's.
+__device__ __forceinline__ int slab_of(const Problem& of, const Tile& tile, int m, int warp) {
+  return first_slab(of, tile, m / (MT / 2)) + m % (MT / 2) * MULTIPLIERS + warp;
 }
 
 // What one warp does. Its lanes stay together; one of them asks.
@@ -259,17 +264,17 @@ __device__ __forceinline__ void unpack_unit(u32 (*a)[4], const Held& held, int) 
 }
 #endif
 
-// Sums of two slabs, as wgmma gives them, times `rows` rows.
+// Sums of a warp's slabs, as wgmma gives them, times `rows` rows.
 template <int rows>
-__device__ __forceinline__ void add_up(Sum (&sum)[2][ROWS / 2], const Problem& of, const Tile& tile, const Ring& ring,
+__device__ __forceinline__ void add_up(Sum (&sum)[MT][ROWS / 2], const Problem& of, const Tile& tile, const Ring& ring,
                                        Place& at, int warp, int lane) {
   const int steps = of.steps();
 #if SCALED
   const int num_groups = (of.turns + of.per_group - 1) / of.per_group;
-  const u32* entries[2];
+  const u32* entries[MT];
 #pragma unroll
-  for (int m = 0; m < 2; m++) {
-    const int slab = min(first_slab(of, tile, m) + warp, of.slabs - 1);
+  for (int m = 0; m < MT; m++) {
+    const int slab = min(slab_of(of, tile, m, warp), of.slabs - 1);
     entries[m] = of.groups + ((u64)tile.expert * of.slabs + slab) * num_groups * 8 * SCALED + (lane >> 2);
   }
   // Scales of the nth unit of a step.
@@ -296,7 +301,7 @@ __device__ __forceinline__ void add_up(Sum (&sum)[2][ROWS / 2], const Problem& o
     advance<STAGES>(at);
 #pragma unroll
     for (int n = 0; n < UNITS; n++) {
-      const int m = n / (UNITS / 2), half = n % (UNITS / 2), next = (n + 1) % UNITS, after = (n + 2) % UNITS;
+      const int m = n / (UNITS / MT), half = n % (UNITS / MT), next = (n + 1) % UNITS, after = (n + 2) % UNITS;
       const bool is_last = step + 1 == steps;
       begin_products();
 #pragma unroll
@@ -347,25 +352,25 @@ __device__ __forceinline__ void compute(const Problem& of, const Tile& tile, con
                                         unsigned char* stage, int warp, int lane) {
   const float* scales = of.scales + (u64)tile.expert * of.scale_width;
   // Of a lane's two outputs of each slab, with PAIRED of gates and of what belongs to them; and of its own two rows.
-  float scale[2][2], bias[2][2] = {}, of_row[ROWS / 32];
+  float scale[MT][2], bias[MT][2] = {}, of_row[ROWS / 32];
 #pragma unroll
   for (int i = 0; i < ROWS / 32; i++) of_row[i] = NUMBERS ? of.x_scales[tile.block * ROWS + lane + i * 32] : 1.f;
 #pragma unroll
-  for (int m = 0; m < 2; m++) {
+  for (int m = 0; m < MT; m++) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
 #if FORMAT == MXFP4
       const int output = min(tile.nth * SLABS * 16 + row_of(warp, m, lane) + h * 8, of.N - 1);
       if (of.bias != nullptr) bias[m][h] = widen_y(of.bias[(u64)tile.expert * of.N + output]);
 #else
-      const int output = min((first_slab(of, tile, m) + warp) * 16 + (lane >> 2) + h * 8, of.N - 1);
+      const int output = min(slab_of(of, tile, m, warp) * 16 + (lane >> 2) + h * 8, of.N - 1);
 #endif
       scale[m][h] = scales[output] * UNIT_SCALE;
     }
   }
-  Sum sum[2][ROWS / 2];
+  Sum sum[MT][ROWS / 2];
 #pragma unroll
-  for (int m = 0; m < 2; m++) {
+  for (int m = 0; m < MT; m++) {
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++) sum[m][i] = 0;
     fence_registers(sum[m]);
@@ -378,12 +383,14 @@ __device__ __forceinline__ void compute(const Problem& of, const Tile& tile, con
   if (tile.count <= 8) add_up<8>(sum, of, tile, ring, at, warp, lane);
   else if (tile.count <= 16) add_up<16>(sum, of, tile, ring, at, warp, lane);
   else if (tile.count <= 24) add_up<24>(sum, of, tile, ring, at, warp, lane);
-  else if (tile.count <= 32) add_up<32>(sum, of, tile, ring, at, warp, lane);
+  else if (ROWS == 32 || tile.count <= 32) add_up<32>(sum, of, tile, ring, at, warp, lane);
+#if ROWS == 64
   else if (tile.count <= 48) add_up<48>(sum, of, tile, ring, at, warp, lane);
   else add_up<64>(sum, of, tile, ring, at, warp, lane);
 #endif
+#endif
 #pragma unroll
-  for (int m = 0; m < 2; m++) fence_registers(sum[m]);
+  for (int m = 0; m < MT; m++) fence_registers(sum[m]);
   // Outputs of two rows each.
   const auto scaled_four = [&](int m, int eight) {
     float first = 1.f, second = 1.f;
@@ -412,15 +419,17 @@ __device__ __forceinline__ void compute(const Problem& of, const Tile& tile, con
   store_outputs(of, tile, stage, (tile.nth * (SLABS / 2) + warp) * 16, lane,
                 [&](int eight) { return make_uint2(clamped(0, eight), clamped(1, eight)); });
 #elif PAIRED
-  store_outputs(of, tile, stage, (tile.nth * (SLABS / 2) + warp) * 16, lane, [&](int eight) {
-    const float4 v = scaled_four(0, eight), up = scaled_four(1, eight);
-    return make_uint2(narrow_y(quick_silu(v.x) * up.x, quick_silu(v.y) * up.y),
-                      narrow_y(quick_silu(v.z) * up.z, quick_silu(v.w) * up.w));
-  });
+#pragma unroll
+  for (int m = 0; m < MT / 2; m++)
+    store_outputs(of, tile, stage, slab_of(of, tile, m, warp) * 16, lane, [&](int eight) {
+      const float4 v = scaled_four(m, eight), up = scaled_four(m + MT / 2, eight);
+      return make_uint2(narrow_y(quick_silu(v.x) * up.x, quick_silu(v.y) * up.y),
+                        narrow_y(quick_silu(v.z) * up.z, quick_silu(v.w) * up.w));
+    });
 #else
 #pragma unroll
-  for (int m = 0; m < 2; m++)
-    store_outputs(of, tile, stage, (tile.nth * SLABS + m * MULTIPLIERS + warp) * 16, lane, [&](int eight) {
+  for (int m = 0; m < MT; m++)
+    store_outputs(of, tile, stage, slab_of(of, tile, m, warp) * 16, lane, [&](int eight) {
       const float4 v = scaled_four(m, eight);
       return make_uint2(narrow_y(v.x, v.y), narrow_y(v.z, v.w));
     });

@@ -8,7 +8,7 @@
 // GROUPED: blocks of rows have an expert each, and x lies in their order; `slots` says where rows of y go, without it they
 // lie like those of x. PAIRED: the first eight of a warp's 16 outputs are gates, the others what belongs to them.
 // BOXES: the copy engine stores results, BOX_ROWS rows of a group's 64 outputs at a time, while the next tile is multiplied;
-// for so many such pieces a group has room, or 0: warps store.
+// for so many such pieces a group has room, or 0: warps store. FEWER rows are computed where an expert's block has no more.
 // A row of x comes out the same whatever M is.
 
 #include "common.cuh"
@@ -22,15 +22,24 @@
 #define APART (!BY_ROWS)
 #include "tiles.cuh"
 
+#define FEWER (GROUPED && !BY_ROWS && BN > 128 ? 96 : BN)
+
 #define PIECE 64  // rows that a warp stores at a time
 #define ROOM (BOXES ? BOXES * BOX_ROWS * 128 : 4 * PIECE * 32)  // of a group, for what it is about to store
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
 #if !BY_ROWS
-__device__ __forceinline__ void multiply(float* d, const u32* a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned." SIZE "k16.f32." TYPE "." TYPE " " D_LIST ", " ONE_SHARED ", 1, 1, 1, 0;"
-               : D_REGS("+f", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+template <int rows>
+__device__ __forceinline__ void multiply_rows(float* d, const u32* a, u64 b) {
+  if constexpr (rows == BN)
+    asm volatile("wgmma.mma_async.sync.aligned." SIZE "k16.f32." TYPE "." TYPE " " D_LIST ", " ONE_SHARED ", 1, 1, 1, 0;"
+                 : D_REGS("+f", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#if FEWER < BN
+  else
+    asm volatile("wgmma.mma_async.sync.aligned.m64n96k16.f32." TYPE "." TYPE " {" D48 "}, {%48,%49,%50,%51}, %52, 1, 1, 1, 0;"
+                 : R32("+f", d, 0), R16("+f", d, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#endif
 }
 #endif
 
@@ -127,7 +136,8 @@ __device__ __forceinline__ void unpack_slab(u32 (*a)[4], const Slab& slab, const
   }
 }
 
-// A tile's sums, from `at` on in the ring.
+// A tile's sums of its first rows, from `at` on in the ring.
+template <int rows>
 __device__ __forceinline__ void add_up(float (&sum)[BN / 2], const Problem& of, const Tile& tile, const Ring& ring,
                                        Place& at, int warp, int lane) {
   const Groups groups = groups_of(of, tile, warp, lane);
@@ -148,7 +158,7 @@ __device__ __forceinline__ void add_up(float (&sum)[BN / 2], const Problem& of, 
       const Group group = groups.at(min(t + 1, of.turns - 1));  // long before it is looked at
       begin_products();
 #pragma unroll
-      for (int s = 0; s < 4; s++) multiply(sum, a[i][s], tile_x + s * 2);
+      for (int s = 0; s < 4; s++) multiply_rows<rows>(sum, a[i][s], tile_x + s * 2);
       end_products();
       if (goes_on) {
         await_phase(ring.full + 8 * at.stage, at.parity);
@@ -166,6 +176,7 @@ __device__ __forceinline__ void add_up(float (&sum)[BN / 2], const Problem& of, 
 }
 #else
 // A tile's sums, from `at` on in the ring.
+template <int>
 __device__ __forceinline__ void add_up(Sum (&sum)[BN / 2], const Problem& of, const Tile&, const Ring& ring, Place& at,
                                        int warp, int lane) {
   int last = 0;
@@ -202,7 +213,7 @@ __device__ __forceinline__ Known find(const Problem& of, const Tile& tile, const
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int row = tile.block * BN + min(thread % 128 + i * 128, BN - 1);
-    found.at[i] = of.slots == nullptr ? row : of.slots[row];
+    found.at[i] = of.slots == nullptr || PAIRED ? row : of.slots[row];
     found.of_row[i] = of.x_scales != nullptr && (GROUPED || row < of.M) ? of.x_scales[row] : 1.f;
   }
   return found;
@@ -270,6 +281,7 @@ __device__ __forceinline__ void store_tile(const Problem& of, const Tile& tile, 
                                            const Known& own, const Sum* sum, unsigned char* room, int warp, int lane) {
   const int width = PAIRED ? of.N / 2 : of.N, matrix = lane >> 3 & 1, n = PAIRED ? lane : lane / 2;
   const int half = PAIRED ? 0 : lane % 2, column = tile.nth * OUT + column_of(warp) + half * 8;
+  const int num_rows = GROUPED && PAIRED ? of.blocks * BN : of.M;
   constexpr int bytes = PAIRED ? 256 : 512;  // of 16 rows
   const u32 place = shared_address(room) + (PAIRED ? (lane & 15) * 16 : (lane & 7) * 32 + ((matrix ^ lane >> 2 & 1) << 4));
   const unsigned char* from = room + (PAIRED ? n * 16 : n * 32 + ((half ^ n >> 2 & 1) << 4));
@@ -289,7 +301,7 @@ __device__ __forceinline__ void store_tile(const Problem& of, const Tile& tile, 
     if (n < 16) {
 #pragma unroll
       for (int i = 0; i < PIECE / 16 && first + i * 16 < BN; i++)
-        store_piece(y, rows.at[first + i * 16 + n], of.M, column, width, *(const uint4*)(from + i * bytes));
+        store_piece(y, rows.at[first + i * 16 + n], num_rows, column, width, *(const uint4*)(from + i * bytes));
     }
     __syncwarp();
   }
@@ -320,17 +332,23 @@ quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ Te
   Place at = {0, 0};
   int odd = 0;
   [[maybe_unused]] int piece = 0;
+  const auto count_of = [&](const Tile& tile) {
+    return FEWER < BN && of.slots[tile.block * BN + FEWER] >= of.M ? FEWER : BN;
+  };
   Tile next = tile_of(of, blockIdx.x);
+  int next_count = count_of(next);
   for (int id = blockIdx.x; id < num_tiles; id += gridDim.x) {
     const Tile tile = uniform(next);
-    if (id + gridDim.x < num_tiles) next = tile_of(of, id + gridDim.x);
+    const int count = uniform(next_count);
+    if (id + gridDim.x < num_tiles) next = tile_of(of, id + gridDim.x), next_count = count_of(next);
     if (tile.expert < 0) continue;
     const Known found = find(of, tile, bias, thread);
     Sum sum[BN / 2];
 #pragma unroll
     for (int i = 0; i < BN / 2; i++) sum[i] = 0;
     fence_registers(sum);
-    add_up(sum, of, tile, ring, at, warp, lane);
+    if (count == BN) add_up<BN>(sum, of, tile, ring, at, warp, lane);
+    else add_up<FEWER>(sum, of, tile, ring, at, warp, lane);
     tables[odd].fill(found, thread % 128);
     meet_group(group);
 #if BOXES
