@@ -10,9 +10,7 @@
 #include "quant.cuh"
 
 #define COLUMNS (8 * TILES)
-#define OUT (16 * MT)
 #define GROUPED 0
-#define PAIRED 0
 #include "rows.cuh"
 
 #define STAGE (COLUMNS * 128 + MT * (SLAB_BYTES + GROUP_BYTES))  // bytes of a turn: x, slabs, scales
@@ -20,6 +18,7 @@
 #define SLABS_AT (COLUMNS * 128)
 #define GROUPS_AT (SLABS_AT + MT * SLAB_BYTES)
 #define GROUP_LANES (SCALED ? GROUP_BYTES / 16 : 1)
+#define OUT (16 * MT)
 #define SHIFTED (FORMAT == INT4)
 #if HALF
 #define MIDDLE 1032.f
@@ -77,7 +76,9 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
   const unsigned char* group_from =
       (const unsigned char*)groups + ((u64)own_slab * num_groups + first_group) * GROUP_BYTES + lane % GROUP_LANES * 16;
   keep(group_from);
-  const float scale = load_once(scales + min(tile * OUT + thread % OUT, N - 1));  // waited for at the end
+  static_assert(WARPS * 32 % OUT == 0, "a thread finishes numbers of one output");
+  const int column = tile * OUT + thread % OUT;
+  const float scale = load_once(scales + min(column, N - 1));  // waited for at the end
   unsigned char* ring = memory + warp * AHEAD * STAGE;
   keep(ring);
   u32 to = shared_address(ring);
@@ -208,5 +209,13 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
   __syncthreads();  // sums stand where x was
   store_sums((float*)memory, sum, warp, lane, M - (int)blockIdx.y * COLUMNS);
   __syncthreads();
-  store_results((const float*)memory, x_scales, scale, 0.f, bias, y, tile * OUT, N, M, nullptr, nullptr, 1);
+
+  for (int e = thread; e < COLUMNS * OUT; e += WARPS * 32) {
+    const int n = e / OUT, at = blockIdx.y * COLUMNS + n;
+    if (at >= M || column >= N) continue;
+    float value = of_all_warps((const float*)memory + thread % OUT * PITCH + n, OUT * PITCH);
+    value *= scale * (x_scales == nullptr ? 1.f : x_scales[at]);
+    if (bias != nullptr) value += widen_y(bias[column]);
+    y[(u64)at * N + column] = narrow_y(value);
+  }
 }

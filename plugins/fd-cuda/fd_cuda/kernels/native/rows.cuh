@@ -35,7 +35,7 @@ __device__ __forceinline__ Sum of_all_warps(const Sum* part, int step) {
   return total;
 }
 
-#ifdef Y_HALF  // and so FORMAT: of weights in slabs
+#ifdef OUT  // outputs of a block, of weights in slabs
 // Sums of all warps, times scales, to y: outputs from `first` on, each of which has one thread that brings its scale, with
 // PAIRED those of a gate and of what belongs to it.
 __device__ __forceinline__ void store_results(const float* parts, const float* x_scales, float own_scale, float other_scale,
