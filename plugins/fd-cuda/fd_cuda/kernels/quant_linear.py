@@ -248,25 +248,21 @@ def fills(count: int, rows: int) -> bool:
 def _pipe_shape(slabs: Slabs, rows: int) -> Pipe | Persistent | None:
     """None where other kernels, or the library, are faster: tiles that leave the GPU idle, short
     rows of weights."""
-    count, size, stages = slabs.num_slabs, size_of(slabs.num_slabs), 6 if slabs.kind == INT4 else 5
+    count, size, turns = slabs.num_slabs, size_of(slabs.num_slabs), slabs.num_turns
     across = -(-count // 8)
     if rows <= 64 or (size < 2 and rows <= 128):
         return None
-    if rows <= 128:
-        return Pipe(128, 2, _parts(across, 1.0, 2), 7)
-    if (size or rows > _MANY_ROWS) and slabs.num_turns >= 48 and fills(count, rows):
-        split = _parts(across * -(-rows // 256), 1.0, 2)
-        return Pipe(256, 2, split, stages) if split > 1 else persistent(256, slabs.kind)
-    if size != 1:
-        return None
-    if slabs.num_turns < 48 and not (slabs.kind == INT4 and _SOME_ROWS < rows <= 512):
+    if size and (turns < _LONG if rows <= 512 else size == 1 and turns < 48):
         tile = _busy_tile(slabs, rows, _TILES[1:])
         if tile is not None:
             return persistent(tile, slabs.kind)
-    if rows > 512:
-        return None
-    groups = 2 if rows <= _SOME_ROWS else 3
-    return Pipe(128, groups, _parts(-(-count // (4 * groups)) * -(-rows // 128), 1.0, 2), 7)
+    if rows > 128 and (size or rows > _MANY_ROWS) and turns >= 48 and fills(count, rows):
+        split = _parts(across * -(-rows // 256), 1.0, 2)
+        stages = 6 if slabs.kind == INT4 else 5
+        return Pipe(256, 2, split, stages) if split > 1 else persistent(256, slabs.kind)
+    if rows <= 128 or (size == 1 and rows <= 512):
+        return Pipe(128, 2, _parts(across * -(-rows // 128), 1.0, 2), 7)
+    return None
 
 
 def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
