@@ -186,9 +186,8 @@ def _few_rows_shape(slabs: Slabs, rows: int) -> Gemm | Tile:
     """Layers of less than 8192 outputs: narrow tiles, and blocks that divide K where these are
     few."""
     narrow = -(-slabs.num_slabs // 4)
-    if slabs.num_slabs < 128:
-        block = 32 if rows <= 32 else 64
-        return Gemm(block, 1, _parts(narrow * -(-rows // block), 2.2, 8), 6, 8)
+    if slabs.num_slabs <= 64 and not 32 < rows <= 64:
+        return Gemm(32 if rows <= 32 else 64, 1, 8, 6, 8)
     block = 32 if rows <= 32 else 64 if rows <= 64 else 128
     tile = Tile(block, 64, _parts(narrow * -(-rows // block), 1.0, 4), 4, 8, 4, 1)
     return with_copies(tile, slabs.kind, slabs.scaled)
