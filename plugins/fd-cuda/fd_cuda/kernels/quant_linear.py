@@ -98,7 +98,9 @@ def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Chosen:
         # One order of sums for all numbers of rows.
         if slabs.kind in (INT8_ROWS, FP8_ROWS):
             return RowGemm(64, 2, 1, 5)
-        return None if slabs.kind == CCQ else Gemm(128, 2, 1, 4, 8)
+        if slabs.kind == CCQ:
+            return None
+        return with_copies(Tile(128, 128, 1, 4, 8, 4, 1), slabs.kind, slabs.scaled)
     if slabs.kind in (INT8_ROWS, FP8_ROWS):
         # Eight rows of x are read as float16 with the weights; more are worth the matrix units' own
         # int8 and fp8.
@@ -187,7 +189,7 @@ def _few_rows_shape(slabs: Slabs, rows: int) -> Gemm | Tile:
     few."""
     narrow = -(-slabs.num_slabs // 4)
     if slabs.num_slabs <= 64 and not 32 < rows <= 64:
-        return Gemm(32 if rows <= 32 else 64, 1, 8, 6, 8)
+        return Gemm(32 if rows <= 32 else 64)
     block = 32 if rows <= 32 else 64 if rows <= 64 else 128
     tile = Tile(block, 64, _parts(narrow * -(-rows // block), 1.0, 4), 4, 8, 4, 1)
     return with_copies(tile, slabs.kind, slabs.scaled)

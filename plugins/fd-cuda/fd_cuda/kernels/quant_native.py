@@ -144,19 +144,10 @@ def _few_rows(
 def _gemm(
     shape: Gemm, defines: dict[str, int], arguments: list[Any], slabs: int, blocks: int
 ) -> None:
-    sizes = {
-        "BN": shape.rows,
-        "GROUPS": shape.groups,
-        "SPLIT": shape.split,
-        "STAGES": shape.stages,
-        "AHEAD": shape.ahead,
-        "RESIDENT": shape.resident,
-    }
-    kernel = native.function("quant_gemm", {**defines, **sizes})
-    grid = (-(-slabs // (4 * shape.groups)), blocks, shape.split)
+    sizes = {"BN": shape.rows, "GROUPS": 1, "SPLIT": shape.split, "STAGES": shape.stages}
     native.launch(
-        kernel, grid, shape.groups * 128, arguments,
-        shared=gemm_shared(shape), cluster=shape.split,
+        native.function("quant_gemm", {**defines, **sizes}), (-(-slabs // 4), blocks, shape.split),
+        128, arguments, shared=gemm_shared(shape), cluster=shape.split,
     )  # fmt: skip
 
 
