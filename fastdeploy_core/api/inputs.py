@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from fastdeploy_core.contracts.model import MediaPart
 from fastdeploy_core.engine.input import Truncation
@@ -23,12 +24,11 @@ _PROMPT_KEYS = (
 )
 
 
-@dataclass(slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, gc=False):
     """Text, or token ids, or both; with both, the ids are used and the text is only shown."""
 
     text: str | None
-    token_ids: list[int] | None = None
+    token_ids: Sequence[int] | None = None  # the caller's own
     cache_salt: str = ""
     add_special_tokens: bool = True
     media: Sequence[MediaPart] = ()
@@ -80,7 +80,7 @@ def _prompt(value: Any, where: str) -> Prompt:
     if isinstance(value, str):
         return Prompt(value)
     if _is_ids(value):
-        return Prompt(None, list(value))
+        return Prompt(None, value)
     if not isinstance(value, Mapping):
         raise InvalidRequest(
             f"{where} must be text, token ids or an object, got {type(value).__name__}",
@@ -100,7 +100,7 @@ def _prompt(value: Any, where: str) -> Prompt:
     media = _media(value.get("multi_modal_data") or {}, asked, where)
     salt = str(value.get("cache_salt") or "")
     extras = SequenceExtras(routes=value["routed_experts"]) if value.get("routed_experts") else None
-    return Prompt(text, None if ids is None else list(ids), salt, media=media, extras=extras)
+    return Prompt(text, ids, salt, media=media, extras=extras)
 
 
 def _media(data: Any, options: Any, where: str) -> list[MediaPart]:

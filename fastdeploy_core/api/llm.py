@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,13 +47,20 @@ Priority = int | Sequence[int] | None
 LoRA = LoRARequest | Sequence[LoRARequest | None] | None
 
 
-class _Batch:
+class Batch:
     """The requests of one call, and their outputs until the call takes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, requests: Iterator[Request], texts: Sequence[str | None]) -> None:
+        self.requests, self.texts = requests, texts
+        self.ahead: Sequence[Future[Request]] = ()  # those that threads build
         self.order: dict[str, int] = {}  # of those that the engine was given: their places
         self.open: set[str] = set()
         self.ready: list[RequestOutput] = []
+
+    def has_more(self) -> bool:
+        # Steps of many rows leave threads that build their share of the interpreter.
+        is_built = not self.ahead or self.ahead[0].done() or len(self.open) < MEDIA_THREADS
+        return is_built and len(self.order) < len(self.texts)
 
     def add(self, request: Request) -> None:
         self.open.add(request.request_id)
@@ -93,7 +101,7 @@ class LLM:
                 trust_special_tokens=self.config.model.trust_special_tokens,
             )
         self._processor = OutputProcessor(self._tokenizer)
-        self._batches: dict[str, _Batch] = {}  # request id to the call it belongs to
+        self._batches: dict[str, Batch] = {}  # request id to the call it belongs to
         self._compiler: GrammarCompiler | None = None
         with ThreadPoolExecutor(1, "fd-parsers") as pool:  # a third party's take a while to import
             parsers = pool.submit(ChatParsers.named, reasoning_parser, tool_call_parser)
@@ -240,29 +248,22 @@ class LLM:
         for prompt, lora in zip(prompts, adapters, strict=True):
             prompt.extras = some[lora] if lora else prompt.extras
         given = [default if param is None else param for param in params]
-        parts = prompts, given, [rank or 0 for rank in priorities], [reader] * len(prompts)
-        building = deque[Future[Request]]()
-        if self._media is None:  # nothing waits for files, and threads cost time
-            for one in zip(*parts, strict=True):
-                building.append(Future())
-                building[-1].set_result(self._build(*one))
-        else:
+        each = zip(prompts, given, [rank or 0 for rank in priorities], strict=True)
+        requests = (self._build(*one, reader) for one in each)
+        batch = Batch(requests, [prompt.text for prompt in prompts])
+        if any(prompt.media for prompt in prompts):  # files are waited for
             threads = ThreadPoolExecutor(MEDIA_THREADS)
-            building += (threads.submit(self._build, *one) for one in zip(*parts, strict=True))
+            ahead = deque(threads.submit(self._build, *one, reader) for one in each)
             threads.shutdown(wait=False)
-        # Check every request before the engine gets the first one; pictures take too long for that.
-        if stream or not any(prompt.media for prompt in prompts):
-            try:
-                for future in building:
-                    future.result()
-            finally:
-                for future in building:
-                    future.cancel()
-        texts = [prompt.text for prompt in prompts]
-        if stream:
-            outputs = self._outputs(building, texts, is_whole=False, reader=reader)
-            return (output for _, output in outputs)
-        return self._collect(building, texts, use_tqdm, reader)
+            batch.ahead, batch.requests = ahead, (ahead.popleft().result() for _ in prompts)
+        if not stream:
+            return self._collect(batch, use_tqdm, reader)
+        try:  # what is wrong with any of them is said now
+            batch.requests = iter([*requests])
+        finally:
+            for future in batch.ahead:
+                future.cancel()
+        return (output for _, output in self._outputs(batch, is_whole=False, reader=reader))
 
     def _build(
         self, prompt: Prompt, params: SamplingParams, priority: int, reader: ChatReader | None
@@ -317,66 +318,70 @@ class LLM:
         request.grammar_backend = self._compiler.backend
 
     def _collect(
-        self,
-        building: deque[Future[Request]],
-        texts: Sequence[str | None],
-        use_tqdm: bool,
-        reader: ChatReader | None,
+        self, batch: Batch, use_tqdm: bool, reader: ChatReader | None
     ) -> list[RequestOutput]:
         from tqdm import tqdm
 
         results: dict[int, RequestOutput] = {}
-        num_read = num_written = 0
+        texts, num_read, num_written = batch.texts, 0, 0
         silent = not (use_tqdm and texts)
         with tqdm(total=len(texts), desc="Processed prompts", disable=silent) as bar:
-            for place, output in self._outputs(building, texts, is_whole=True, reader=reader):
+            for place, output in self._outputs(batch, is_whole=True, reader=reader):
                 results[place] = output
                 if not silent:
                     num_read += len(output.prompt_token_ids)
                     num_written += sum(len(answer.token_ids) for answer in output.outputs)
                     took_s = max(bar.format_dict["elapsed"], 1e-9)
-                    speed = f"input: {num_read / took_s:.1f} tok/s"
-                    speed += f", output: {num_written / took_s:.1f} tok/s"
-                    bar.set_postfix_str(speed, refresh=False)
+                    read, wrote = num_read / took_s, num_written / took_s
+                    speeds = f"input: {read:.1f} tok/s, output: {wrote:.1f} tok/s"
+                    bar.set_postfix_str(speeds, refresh=False)
                     bar.update()
         return [results[place] for place in range(len(texts))]
 
     def _outputs(
-        self,
-        building: deque[Future[Request]],
-        texts: Sequence[str | None],
-        is_whole: bool,
-        reader: ChatReader | None,
+        self, batch: Batch, is_whole: bool, reader: ChatReader | None
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """(place, output) as they come: requests run while those after them are still being
-        built. However it ends, none stays in the engine."""
-        engine = self._live_engine()
-        batch = _Batch()
+        """(place, output) as they come: the engine gets what its next step needs, and the others
+        while the device works. However it ends, none stays in the engine."""
+        engine, limits = self._live_engine(), self.config.batch
         visible = reader.visible_tokens if reader else ()
-        # Prompt tokens to give before the next step: what two take, then ever more, so that the
-        # device works meanwhile. Of priorities the engine has to know all.
-        room = self.config.batch.max_num_batched_tokens
-        given, most = 0, float("inf") if self.config.batch.policy == "priority" else 2 * room
+        room, seats = float(limits.max_num_batched_tokens), float(limits.max_num_seqs)
+        if limits.policy == "priority":  # the engine has to know all
+            room = seats = float("inf")
+        given, most = 0, room  # prompt tokens, and how many to give before the next step
+        collects = gc.isenabled()
+        gc.disable()  # prompts are young and long: looking at them would keep the device waiting
+
+        def give() -> int:
+            request, text = next(batch.requests), batch.texts[len(batch.order)]
+            batch.add(request)
+            self._batches[request.request_id] = batch
+            self._processor.add(request, text, is_whole=is_whole, visible_tokens=visible)
+            engine.add(request)
+            return len(request.prompt_token_ids)
+
         try:
-            while building or batch.open or batch.ready:
-                # Steps of many rows leave threads that build their share of the interpreter.
-                while (building and (given < most or not batch.open)) and (
-                    building[0].done() or len(batch.open) < MEDIA_THREADS
+            while batch.open or batch.ready or batch.has_more():
+                while batch.has_more() and (
+                    not batch.open or (given < most and len(batch.open) < seats)
                 ):
-                    request, text = building.popleft().result(), texts[len(batch.order)]
-                    given += len(request.prompt_token_ids)
-                    batch.add(request)
-                    self._batches[request.request_id] = batch
-                    self._processor.add(request, text, is_whole=is_whole, visible_tokens=visible)
-                    engine.add(request)
-                if not batch.ready:
-                    self._step(engine)
-                    most *= 2
+                    given += give()
+                if batch.has_more() and engine.begin():
+                    most = given + room
+                else:
+                    while batch.has_more() and engine.is_busy():
+                        given += give()
+                    if not batch.ready:
+                        self._step(engine)
+                if collects:
+                    gc.enable()
                 for output in batch.take():
                     _raise_refusal(output)
                     yield batch.order[output.request_id], reader.read(output) if reader else output
         finally:
-            for future in building:
+            if collects:
+                gc.enable()
+            for future in batch.ahead:
                 future.cancel()
             for request_id in batch.order:
                 self._batches.pop(request_id, None)

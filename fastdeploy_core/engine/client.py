@@ -428,9 +428,11 @@ class LocalEngine:
             )
         from fastdeploy_core.plugins.manager import hook_manager
 
-        self._core = EngineCore(config, resolved)
-        self._core.has_one_client = True
-        self.info: EngineInfo = self._core.info
+        self._core = core = EngineCore(config, resolved)
+        core.has_one_client = True
+        self.begin, self.is_busy, self.has_work = core.begin, core.is_busy, core.has_work
+        self.reset_prefix_cache, self.stats = core.reset_prefix_cache, core.stats
+        self.info: EngineInfo = core.info
         self._observer = Observer(hook_manager(resolved))
         self._observer.started(self.info)
         self._is_closed = False
@@ -455,18 +457,6 @@ class LocalEngine:
             self._observer.delivered(outputs)
         self._observer.tick(self._core.stats)
         return outputs
-
-    def has_work(self) -> bool:
-        """Whether an unfinished request, or a step in flight, is left."""
-        return self._core.has_work()
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix; False, and nothing is forgotten, while there is work."""
-        return self._core.reset_prefix_cache()
-
-    def stats(self) -> EngineStats:
-        """Gauges and counters of this engine."""
-        return self._core.stats()
 
     def close(self) -> None:
         """End worker processes, give the device back; idempotent."""

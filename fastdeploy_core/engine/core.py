@@ -6,6 +6,7 @@ for the scheduler. A step scheduled early assumes that every running sequence co
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
@@ -175,8 +176,7 @@ class EngineCore:
             for request_id in [name for name, built in self._building.items() if built.done()]:
                 del self._building[request_id]
                 self.scheduler.release(request_id)
-        if not self.is_held:
-            self._submit_ahead()
+        self._submit_ahead(self._depth)
         self._take_oldest()
         if self._events is not None:
             self._events.publish()
@@ -184,6 +184,17 @@ class EngineCore:
         if self._remote is not None:
             self._remote.told(outputs)
         return outputs
+
+    def begin(self) -> bool:
+        """Begin one step more, as far as steps are begun ahead; False: none. Nothing is waited
+        for, so a client that has further requests gives them meanwhile."""
+        before = len(self._in_flight)
+        self._submit_ahead(min(before + 1, self._depth))
+        return len(self._in_flight) > before
+
+    def is_busy(self) -> bool:
+        """Whether `step` would wait for the device."""
+        return bool(self._in_flight) and not self._in_flight[0][1].done()
 
     def wake(self) -> None:
         """There is something to do: `step` is not to wait for blocks; any thread."""
@@ -236,9 +247,9 @@ class EngineCore:
             return make(config, infos, plan, resolved.load("kv_transport"))
         return None
 
-    def _submit_ahead(self) -> None:
+    def _submit_ahead(self, depth: int) -> None:
         started = time.perf_counter()
-        while len(self._in_flight) < self._depth:
+        while len(self._in_flight) < depth and not self.is_held:
             if self._in_flight and self._step_time.is_awaited(self._in_flight[-1][0]):
                 break
             most_steps = self._sampling.most_steps() if self._sampling is not None else {}
@@ -296,7 +307,8 @@ class EngineCore:
         steps = [step]
         while self._in_flight:
             later, future = self._in_flight.popleft()
-            future.exception()  # only waited for: the step is void whether it failed or not
+            with contextlib.suppress(Exception):  # the step is void whether it failed or not
+                future.result()
             steps.append(later)
         if self._remote is not None:
             for failed in steps:

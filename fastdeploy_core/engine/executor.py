@@ -40,11 +40,11 @@ STUCK_GRACE_S = 0.3
 class StepResult(Protocol):
     """A submitted step."""
 
+    def done(self) -> bool:
+        """Whether `result` would not wait, as far as that is known."""
+
     def result(self) -> ModelRunnerOutput:
         """Wait for the step's output; raises what made the step fail."""
-
-    def exception(self) -> BaseException | None:
-        """Wait for the step; returns what made it fail, or None."""
 
 
 class _Launched:
@@ -57,18 +57,14 @@ class _Launched:
         except Exception as error:
             self._error = error
 
+    def done(self) -> bool:
+        return self._error is not None or getattr(self._pending, "done", lambda: True)()
+
     def result(self) -> ModelRunnerOutput:
         if self._error is not None:
             raise self._error
         output: ModelRunnerOutput = self._pending.wait()
         return output
-
-    def exception(self) -> BaseException | None:
-        try:
-            self.result()
-        except Exception as error:
-            return error
-        return None
 
 
 class Executor:

@@ -43,8 +43,7 @@ class Observer:
 
     def started(self, info: EngineInfo) -> None:
         """The engine is ready."""
-        if self._hooks is not None:
-            self._hooks.notify("fd_engine_started", info=msgspec.to_builtins(info))
+        self._notify("fd_engine_started", info=msgspec.to_builtins(info))
 
     def admitted(self, request: Request) -> None:
         """The engine accepted a request."""
@@ -90,11 +89,8 @@ class Observer:
         if not self._wants_stats or now < self._next_stats_s:
             return
         self._next_stats_s = now + STATS_INTERVAL_S
-        numbers = {
-            name: float(value)
-            for name, value in msgspec.structs.asdict(stats()).items()
-            if isinstance(value, int | float)
-        }
+        found = msgspec.structs.asdict(stats()).items()
+        numbers = {name: float(x) for name, x in found if isinstance(x, int | float)}
         self._notify("fd_step_stats", stats=numbers)
 
     def shutdown(self) -> None:

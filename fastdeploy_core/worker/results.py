@@ -372,6 +372,11 @@ class PendingOutput:
         self._launched, self._read = launched, read
         self._wait_s: float | None = None
 
+    def done(self) -> bool:
+        """Whether `wait` would not wait."""
+        event = self._launched.arriving.event
+        return self._launched.results is not None or event is None or event.query()
+
     def wait(self) -> ModelRunnerOutput:
         """Wait for the device. May be called again."""
         began, launched, times = time.perf_counter(), self._launched, self._launched.times

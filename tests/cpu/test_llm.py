@@ -52,11 +52,12 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(llm: LLM) -> None:
 def test_the_device_does_not_wait_until_every_prompt_is_given(
     llm: LLM, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two steps' worth is enough to begin with, but where priorities decide who is first. The
-    prompts are longer than steps are, and known, so that the engine has none left in between."""
+    """One step's worth is enough to begin with, but where priorities decide who is first: others
+    are only built then. The prompts are longer than steps are, and known, so that the engine has
+    none left in between."""
     engine = llm._engine
     assert engine is not None
-    add, step, told = engine.add, engine.step, ""
+    calls, told = {"b": llm._build, "a": engine.add, "s": engine.begin, "t": engine.step}, ""
     prompts = [f"{n} {'word ' * 30}" for n in range(9)]
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     alone = [generate(llm, prompt, params)[0].outputs[0].token_ids for prompt in prompts]
@@ -69,17 +70,30 @@ def test_the_device_does_not_wait_until_every_prompt_is_given(
 
         return hear
 
-    monkeypatch.setattr(engine, "add", heard("a", add))
-    monkeypatch.setattr(engine, "step", heard("s", step))
+    for sign, call in calls.items():
+        monkeypatch.setattr(llm if sign == "b" else engine, call.__name__, heard(sign, call))
     object.__setattr__(llm.config.batch, "policy", policy)
     try:
         outputs = generate(llm, prompts, params)
     finally:
         object.__setattr__(llm.config.batch, "policy", "fcfs")
     assert [output.outputs[0].token_ids for output in outputs] == alone
-    given = told.index("s")
-    assert given == 9 if policy == "priority" else 1 < given < 9
-    assert told.count("a") == 9
+    before = told[: told.index("t" if policy == "priority" else "s")]
+    given = before.count("a")
+    assert given == 9 if policy == "priority" else 1 <= given < 9
+    assert before.count("b") == given
+    assert told.count("b") == told.count("a") == 9
+
+
+def test_a_prompt_that_is_refused_after_others_have_begun_ends_the_call(llm: LLM) -> None:
+    prompts: list[Any] = [f"{n} {'word ' * 30}" for n in range(9)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    steps = llm.get_metrics()["steps_total"]
+    with pytest.raises(InvalidRequest, match="out of vocabulary"):
+        generate(llm, [*prompts, [5, 10**6]], params)
+    metrics = llm.get_metrics()
+    assert metrics["steps_total"] > steps
+    assert metrics["num_requests"] == metrics["num_blocks_used"] == 0
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(llm: LLM) -> None:

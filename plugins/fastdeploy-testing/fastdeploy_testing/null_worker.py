@@ -120,6 +120,10 @@ class NullPending:
         self._output = output
         self.ready_s = 0.0  # by time.perf_counter
 
+    def done(self) -> bool:
+        """Whether its time has come."""
+        return time.perf_counter() >= self.ready_s
+
     def wait(self) -> ModelRunnerOutput:
         """The step's output."""
         while (left_s := self.ready_s - time.perf_counter()) > 0:

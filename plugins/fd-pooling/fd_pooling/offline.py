@@ -3,9 +3,7 @@ results are vLLM's."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +20,6 @@ from .vectors import check_dimensions, cosine, finished
 
 if TYPE_CHECKING:
     from fastdeploy_core.api.llm import LLM
-    from fastdeploy_core.types import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,13 +209,6 @@ def _prompts(llm: LLM, prompts: Prompts, params: PoolingParams | None) -> list[l
     return found
 
 
-def _built(request: Request) -> Future[Request]:
-    """As LLM._collect takes requests, of which others may still be built."""
-    future: Future[Request] = Future()
-    future.set_result(request)
-    return future
-
-
 def _run(
     llm: LLM,
     prompts: Sequence[list[int]],
@@ -226,6 +216,8 @@ def _run(
     use_tqdm: bool,
     task: str = "",
 ) -> list[PoolingRequestOutput]:
+    from fastdeploy_core.api.llm import Batch
+
     settings, params = _settings(llm), params or PoolingParams()
     if task not in ("", settings.task):
         raise InvalidRequest(
@@ -236,8 +228,9 @@ def _run(
         check_dimensions(settings, params.dimensions)
     prompter = Prompter(settings, llm._tokenizer, llm._limits)
     requests = pooled_requests(prompts, settings, prompter, llm._limits, RequestOptions(), "prompt")
-    flat = deque(_built(request) for own in requests for request in own)
-    outputs = iter(llm._collect(flat, [None] * len(flat), use_tqdm, None))
+    flat = [request for own in requests for request in own]
+    batch = Batch(iter(flat), [None] * len(flat))
+    outputs = iter(llm._collect(batch, use_tqdm, None))
     found = []
     for own in requests:
         parts = [next(outputs) for _ in own]

@@ -267,6 +267,10 @@ class RoutedOutput:
     ) -> None:
         self._routes, self._pending, self._step, self._copies = routes, pending, step, copies
 
+    def done(self) -> bool:
+        """See PendingOutput."""
+        return self._pending.done()
+
     def wait(self) -> ModelRunnerOutput:
         """See PendingOutput."""
         found, step = self._pending.wait(), self._step

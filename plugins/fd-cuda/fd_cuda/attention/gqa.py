@@ -177,13 +177,16 @@ class PagedAttention(AttentionDriver):
     ) -> Tensor:
         """[num_tokens, num_heads * v_head_dim]; k is rotated, k and v are written here."""
         batch, spec, launches = metadata.batch, self.spec, metadata.launches
-        out = self._out(q, batch, spec.num_heads * spec.v_head_dim)
+        width, turns = spec.num_heads * spec.v_head_dim, rotary is not None or norms is not None
+        # Of steps that only the device knows, what turns prompts' queries clears padding, too.
+        clears = len(launches) > 1 and turns and not batch.is_exact
+        out = q.new_empty((q.shape[0], width)) if clears else self._out(q, batch, width)
         given = _Given(q, k, v, cache, batch, rotary, norms, sinks)
         for launch in launches:
             if isinstance(launch, _Decodes):
                 self._decode(given, launch, out, writes=len(launches) == 1)
                 continue
-            queries, keys = self._rotate_and_write(given)
+            queries, keys = self._rotate_and_write(given, out, clears=clears)
             if self._invariant:
                 self._attend_invariantly(queries, given, launch, out)
             else:
@@ -268,8 +271,11 @@ class PagedAttention(AttentionDriver):
             **launch_options(),
         )
 
-    def _rotate_and_write(self, given: _Given) -> tuple[Tensor, Tensor]:
-        """Queries and keys as they are attended to, keys contiguous."""
+    def _rotate_and_write(
+        self, given: _Given, out: Tensor, *, clears: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys as they are attended to, keys contiguous. clears: what `out` holds of
+        padding becomes zeros, where queries are turned."""
         spec, q, k = self.spec, given.q, given.k
         tokens, heads = k.shape[0], spec.num_kv_heads
         rotated = k.new_empty((tokens, heads, spec.head_dim))
@@ -277,7 +283,7 @@ class PagedAttention(AttentionDriver):
         if given.rotary is not None or given.norms is not None:
             queries, num_queries = q.new_empty(q.shape), tokens * spec.num_heads
         rotate_and_write[(cdiv(tokens * heads, _ROPE_ROWS) + cdiv(num_queries, _ROPE_ROWS),)](
-            *(q, k, given.v, queries, rotated, *given.cache),
+            *(q, k, given.v, queries, rotated, *given.cache, out),
             given.batch.slot_mapping,
             given.batch.positions,
             given.rotary,
@@ -289,6 +295,8 @@ class PagedAttention(AttentionDriver):
             NUM_KV_HEADS=heads,
             **self._widths(given),
             ROWS=_ROPE_ROWS,
+            CLEARS=clears,
+            **launch_options(),
         )
         return queries, rotated
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ROW, TILE_BEGIN, TILE_END, SPLIT, NUM_SPLITS, CONTEXT, FIRST_TOKEN, NUM_TOKENS = range(8)
 ITEM = 8
 TILE_WORDS = 8  # of a prefill tile, five of them used
-_ITEMS_PER_PROGRAM, _SHARES_PER_PROGRAM = 64, 16
+_ITEMS_PER_PROGRAM, _SHARES_PER_PROGRAM, _TILES_PER_PROGRAM = 64, 16, 16
 # A row and head in a line of shares counts as so many tiles at least: beginning and ending one
 # takes as long as two or three, and a block that got all rows that stand in for others would be the
 # last by far.
@@ -410,9 +410,9 @@ def prompt_tiles(
         num_tiles = num_tokens // tokens_per_tile + min(num_seqs, num_tokens // (shortest + 1))
     lengths = batch.seq_lens_dev
     tiles = torch.empty((num_tiles, TILE_WORDS), dtype=torch.int32, device=lengths.device)
-    cut_prompts[(cdiv(num_tiles, _ITEMS_PER_PROGRAM),)](
+    cut_prompts[(cdiv(num_tiles, _TILES_PER_PROGRAM),)](
         lengths, batch.cu_seqlens_q_dev, tiles, num_seqs, num_tiles, SHORTEST=shortest,
-        TOKENS=tokens_per_tile, KEYS=keys, ROWS=max(16, pad2(num_seqs)), TILES=_ITEMS_PER_PROGRAM,
+        TOKENS=tokens_per_tile, KEYS=keys, ROWS=max(16, pad2(num_seqs)), TILES=_TILES_PER_PROGRAM,
         SIZE=TILE_WORDS, PDL=has_pdl(), num_warps=4,
     )  # fmt: skip
     return tiles

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fd_cuda.kernels.common import join_chain
+
 from .common import load_rotated, over_mean_square, scaled
 
 
@@ -59,15 +61,19 @@ def _turned(
 
 @triton.jit(do_not_specialize=["num_rows", "num_queries"])
 def rotate_and_write(
-    q, k, v, q_rotated, k_rotated, k_cache, v_cache, slot_mapping, positions, cos_sin,
+    q, k, v, q_rotated, k_rotated, k_cache, v_cache, out, slot_mapping, positions, cos_sin,
     q_norm, k_norm, eps, num_rows, num_queries, stride_q, stride_k, stride_v, stride_q_head,
     stride_k_head, stride_v_head,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, V_WIDTH_PAD: tl.constexpr,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr,
+    CLEARS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row is one kv head of one token, and after num_rows of these one query head of one token:
-    grid (cdiv(num_rows, ROWS) + cdiv(num_queries, ROWS)). Results are [tokens, heads, WIDTH]."""
+    grid (cdiv(num_rows, ROWS) + cdiv(num_queries, ROWS)). Results are [tokens, heads, WIDTH].
+    CLEARS: zeros in out, [tokens, NUM_HEADS, V_WIDTH], for padding, whose queries nobody attends
+    with: a kernel of its own would cost a launch for nothing in most steps."""
+    join_chain(PDL)
     programs = tl.cdiv(num_rows, ROWS)
     dims, v_dims = tl.arange(0, WIDTH_PAD), tl.arange(0, V_WIDTH_PAD)
     wide = (dims < WIDTH)[None, :]
@@ -82,6 +88,11 @@ def rotate_and_write(
         )  # fmt: skip
         own = rows.to(tl.int64)[:, None] * WIDTH + dims[None, :]
         tl.store(q_rotated + own, queries, mask=inside[:, None] & wide)
+        if CLEARS:
+            is_padding = tl.load(slot_mapping + token, mask=inside, other=0) < 0
+            cleared = out + rows.to(tl.int64)[:, None] * V_WIDTH + v_dims[None, :]
+            zeros = tl.zeros([ROWS, V_WIDTH_PAD], out.dtype.element_ty)
+            tl.store(cleared, zeros, mask=is_padding[:, None] & (v_dims < V_WIDTH)[None, :])
     else:
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         inside = rows < num_rows
