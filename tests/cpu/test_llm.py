@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +95,7 @@ def test_a_prompt_that_is_refused_after_others_have_begun_ends_the_call(llm: LLM
     metrics = llm.get_metrics()
     assert metrics["steps_total"] > steps
     assert metrics["num_requests"] == metrics["num_blocks_used"] == 0
+    assert gc.isenabled()
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(llm: LLM) -> None:

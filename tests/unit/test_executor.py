@@ -3,6 +3,7 @@ another."""
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 from fastdeploy_core.engine.core import EngineCore
 from fastdeploy_core.engine.processes import worker_process
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
-from fastdeploy_core.types import SchedulerOutput
-from fastdeploy_testing.null_worker import NullWorker
+from fastdeploy_core.types import RequestOutputDelta, SchedulerOutput
+from fastdeploy_testing.null_worker import NullPending, NullWorker
 from tests.null_engine import make_config, make_request
 
 
@@ -46,6 +47,45 @@ def test_only_steps_that_block_and_overlap_are_handed_over(
     assert core.info.overlap is overlap
     assert (WatchedWorker.threads == {threading.get_ident()}) is is_own
     assert len(WatchedWorker.threads) == 1
+
+
+class HeldWorker(NullWorker):
+    """Its steps end when the test says so."""
+
+    held: list[NullPending]
+
+    def launch(self, step: SchedulerOutput) -> NullPending:
+        pending = super().launch(step)
+        pending.ready_s = math.inf
+        self.held.append(pending)
+        return pending
+
+
+def test_steps_are_begun_while_the_device_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as may be ahead, with what has been added by then; nothing is waited for."""
+    HeldWorker.held = []
+    monkeypatch.setattr(worker_process, "make_worker", lambda config, *_: HeldWorker(config))
+    core = EngineCore(make_config(), ResolvedPlugins([], {}))
+    assert not core.begin()
+    assert not core.is_busy()
+    begun = []
+    for name in ("a", "b", "c"):
+        core.add(make_request(name, [5, 6, 7], max_tokens=1))
+        begun.append(core.begin())
+    assert begun == [True, True, False]
+    assert core.is_busy()
+    assert not core.scheduler.outcome.has_deltas
+    told = list[str]()
+    while core.has_work():
+        core.begin()
+        for pending in HeldWorker.held:
+            pending.ready_s = 0.0
+        assert not core.is_busy()
+        for delta in core.step():
+            assert isinstance(delta, RequestOutputDelta)
+            told.append(delta.request_id)
+    core.close()
+    assert told == ["a", "b", "c"]
 
 
 class WorkerOfContract10(NullWorker):

@@ -1,5 +1,5 @@
 """Root-mean-square norms and the gated activation. All are batch-invariant: a row is one
-program's."""
+program's, and where FD_BATCH_INVARIANT asks for it, as many warps' whatever the number of rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import cdiv, join_chain, options, pad2
+from .common import batch_invariant, cdiv, join_chain, options, pad2
+
+_MANY = 4096  # rows from which on two of them are one program's
 
 
 @triton.jit(do_not_specialize=["num_rows", "inner"])
@@ -139,10 +141,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     inner = x.shape[-2] if x.ndim == 3 else 1
     stride1 = x.stride(1) if x.ndim == 3 else 0
     block = pad2(width)
-    rows = max(1, 512 // block)
+    rows, num_warps = max(1, 512 // block), warps(width)
+    if num_rows >= _MANY and block == 1024 and not batch_invariant():
+        rows = num_warps = 2
     _rms_norm[(cdiv(num_rows, rows),)](
         x, weight, y, num_rows, inner, x.stride(0) if x.ndim > 1 else 0, stride1, eps,
-        WIDTH=width, BLOCK=block, ROWS=rows, **options(num_warps=warps(width)),
+        WIDTH=width, BLOCK=block, ROWS=rows, **options(num_warps=num_warps),
     )  # fmt: skip
     return y
 
