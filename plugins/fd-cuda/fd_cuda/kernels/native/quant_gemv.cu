@@ -24,11 +24,6 @@ __device__ __forceinline__ void await_turns() {
   __syncwarp();
 }
 
-__device__ __forceinline__ void load_matrices(u32* b, u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
-}
-
 __device__ __forceinline__ void load_chunk(u32* b, u32 address) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
