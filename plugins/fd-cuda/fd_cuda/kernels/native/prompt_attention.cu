@@ -395,11 +395,11 @@ prompt_attention(const __grid_constant__ TensorMap q, const __grid_constant__ Te
   wait_for_previous();
   const Items items = {tiles, heads, num_tiles * heads, 0, 0};
   if (warp >= CONSUMERS) {
-    give_registers();
+    give_registers<40>();
     if (warp == CONSUMERS)
       feed(q, k, v, k_cache, v_cache, items, tables, stride_table, at, queries, keys, values, thread & 31);
     return;
   }
-  take_registers();
+  take_registers<232>();
   attend(items, out, scale, at, queries, keys, values, memory + (values - start), thread);
 }

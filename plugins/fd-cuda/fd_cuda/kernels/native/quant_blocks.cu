@@ -289,10 +289,10 @@ quant_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
   unsigned char *const rooms = ring.tiles + STAGES * STAGE, *const lines = memory + 16 * STAGES;
   float4* const inbox = (float4*)(rooms + MULTIPLIERS * ROOM);
   if (warp < MULTIPLIERS) {
-    take_registers();
+    take_registers<232>();
     multiply_tiles(of, boxes_of_y, {y, y_scales, bias}, ring, rooms + warp * ROOM, lines, inbox, warp, lane);
   } else {
-    give_registers();
+    give_registers<40>();
     if (thread == MULTIPLIERS * 32) feed(x, w, of, ring);
     if (warp == MULTIPLIERS + 1) feed_scales(of, ring, shared_address(lines), lane);
 #if SPLIT > 1
