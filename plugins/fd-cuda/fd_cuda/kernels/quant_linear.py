@@ -47,6 +47,8 @@ _MANY_ROWS: Final = 1024
 # Rows of a tile of quant_persistent.cu, and what a tile costs besides, in rows.
 _TILES: Final = (64, 128, 256)
 TILE_ENDS: Final = 60
+# Turns from which two blocks that divide them are faster than one round of whole tiles.
+_DIVIDED: Final = 72
 # Turns of 128 inputs from which cuBLAS is faster with scales of blocks than tiles of 128 outputs,
 # in large layers.
 _MANY_TURNS: Final = 48
@@ -253,17 +255,23 @@ def _pipe_shape(slabs: Slabs, rows: int) -> Pipe | Persistent | None:
     across = -(-count // 8)
     if rows <= 64 or (size < 2 and rows <= 128):
         return None
+    tile = None
     if size and (turns < _LONG if rows <= 512 else size == 1 and turns < 48):
         tile = _busy_tile(slabs, rows, _TILES[1:])
-        if tile is not None:
-            return persistent(tile, slabs.kind)
+    if tile is not None and 0 < rows % tile < tile // 4:
+        tile = None  # a last tile of few rows takes longer than a full one
+    if tile is not None and turns < _DIVIDED:
+        return persistent(tile, slabs.kind)
     if rows > 128 and (size or rows > _MANY_ROWS) and turns >= 48 and fills(count, rows):
         split = _parts(across * -(-rows // 256), 1.0, 2)
         stages = 6 if slabs.kind == INT4 else 5
         return Pipe(256, 2, split, stages) if split > 1 else persistent(256, slabs.kind)
-    if rows <= 128 or (size == 1 and rows <= 512):
-        return Pipe(128, 2, _parts(across * -(-rows // 128), 1.0, 2), 7)
-    return None
+    if tile is not None:
+        return persistent(tile, slabs.kind)
+    if rows > (512 if size == 1 else 128):
+        return None
+    groups = 2 if rows <= _SOME_ROWS else 3
+    return Pipe(128, groups, _parts(-(-count // (4 * groups)) * -(-rows // 128), 1.0, 2), 7)
 
 
 def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
