@@ -1,9 +1,11 @@
-"""`fastdeploy.LLM`: the offline API with the arguments and method names that vLLM's users write."""
+"""`fastdeploy.LLM`: the offline API with the arguments and method names that vLLM's and FastDeploy
+2.x's users write."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,6 +16,7 @@ from fastdeploy_core.engine.input import Truncation
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.types import RequestOutput
 
+from .outputs import Answers
 from .sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,7 @@ _OF_PLUGINS: Final = {
     **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), "runner='pooling'"),
     **dict.fromkeys(("sleep", "wake_up", "update_weights"), "enable_rollout=True (fd-rollout)"),
 }
+_OLDER: Final = {"multimodal_data": "multi_modal_data"}
 _FORMATS: Final = ("auto", "string", "openai")  # templates here take either kind of content
 
 
@@ -70,9 +74,7 @@ class LLM(core.LLM):
         """As fastdeploy_core's. `tokenization_kwargs`: truncate_prompt_tokens, truncation_side
         ("left" keeps the last tokens), add_special_tokens. `mm_processor_kwargs`: for prompts with
         pictures that have none of their own."""
-        if mm_processor_kwargs:
-            prompts = _with_processor_kwargs(prompts, mm_processor_kwargs)
-        given = normalise_prompts(prompts)
+        given = normalise_prompts(_in_our_words(prompts, mm_processor_kwargs))
         _tokenized_so(given, dict(tokenization_kwargs or {}))
         asked = (sampling_params, bool(use_tqdm), stream, priority, lora_request)
         return self._run(given, *asked)
@@ -82,7 +84,7 @@ class LLM(core.LLM):
         messages: Sequence[Any],
         sampling_params: Params = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: LoRA = None,
+        lora_request: LoRA | Mapping[str, Any] = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -96,7 +98,10 @@ class LLM(core.LLM):
         priority: Priority = None,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """As fastdeploy_core's. A template gets the content of messages as it is, whatever
-        `chat_template_content_format` says."""
+        `chat_template_content_format` says. FastDeploy 2.x has chat_template_kwargs where vLLM has
+        lora_request: either is known there."""
+        if isinstance(lora_request, Mapping):
+            lora_request, chat_template_kwargs = None, lora_request
         if chat_template_content_format not in _FORMATS:
             raise InvalidRequest(
                 f"chat_template_content_format is {chat_template_content_format!r:.40}; possible: "
@@ -123,6 +128,12 @@ class LLM(core.LLM):
             stream=stream,
             priority=priority,
         )
+
+    def _outputs(self, *given: Any, **named: Any) -> Iterator[tuple[int, RequestOutput]]:
+        with closing(super()._outputs(*given, **named)) as outputs:  # type: ignore[type-var]
+            for place, output in outputs:
+                output.outputs = Answers(output.outputs)
+                yield place, output
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What sampling_params=None means for this model."""
@@ -190,11 +201,16 @@ def _tokenized_so(prompts: Sequence[Prompt], options: dict[str, Any]) -> None:
             prompt.add_special_tokens = bool(special)
 
 
-def _with_processor_kwargs(prompts: Prompts, asked: Mapping[str, Any]) -> Prompts:
+def _in_our_words(prompts: Prompts, processor_kwargs: Mapping[str, Any] | None) -> Prompts:
+    """FastDeploy 2.x's name of pictures is vLLM's; what the call says counts for each of them."""
+
     def one(prompt: Any) -> Any:
-        if not isinstance(prompt, Mapping) or not prompt.get("multi_modal_data"):
+        if not isinstance(prompt, Mapping):
             return prompt
-        return {**prompt, "mm_processor_kwargs": prompt.get("mm_processor_kwargs") or asked}
+        named = {_OLDER.get(name, name): value for name, value in prompt.items()}
+        if processor_kwargs and named.get("multi_modal_data"):
+            named["mm_processor_kwargs"] = named.get("mm_processor_kwargs") or processor_kwargs
+        return named
 
     if isinstance(prompts, str | Mapping):
         found: Prompts = one(prompts)

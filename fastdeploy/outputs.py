@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fastdeploy_core.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
@@ -19,6 +19,18 @@ _OF_POOLING: Final = {
 }
 
 
+class Answers(list[CompletionOutput]):
+    """The answers to a prompt: a list, as vLLM has it. FastDeploy 2.x has the one answer itself, so
+    `outputs.text` and the like are those of the first."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__") or not self:
+                raise AttributeError(name)
+            return getattr(self[0], name)
+
+
 def __getattr__(name: str) -> Any:
     if name in _OF_POOLING:
         from fd_pooling import offline
@@ -27,4 +39,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"]
+__all__ = ["Answers", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"]

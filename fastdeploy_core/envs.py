@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
@@ -98,6 +99,13 @@ VARIABLES: Final[dict[str, Variable]] = dict(_variables())
 def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
     """The value of one variable, from os.environ unless given; KeyError for an unlisted one."""
     return VARIABLES[name].read(os.environ if environ is None else environ)
+
+
+def misspelt() -> Iterator[tuple[str, str]]:
+    """Variables that are set and nobody reads, each with the one that is probably meant."""
+    for name in sorted(os.environ.keys() - VARIABLES.keys()):
+        if name.startswith("FD_") and (near := get_close_matches(name, VARIABLES, 1, 0.85)):
+            yield name, near[0]
 
 
 def __getattr__(name: str) -> Any:

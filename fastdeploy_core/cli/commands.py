@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
 
 from fastdeploy_core.plugins.core_commands import CORE_COMMANDS, GROUPS
-
-T = TypeVar("T")
+from fastdeploy_core.plugins.known import providers, summaries
 
 
 def split(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -83,7 +81,7 @@ def _table(rows: dict[str, str], group: str) -> str:
     return "\n".join(f"  {name:<12} {text}" for name, text in _in_group(rows, group).items())
 
 
-def _in_group(rows: Mapping[str, T], group: str) -> dict[str, T]:
+def _in_group(rows: Mapping[str, str], group: str) -> dict[str, str]:
     """What is right in that group ("": in none), by the name within it."""
     return {
         name.rpartition(".")[2]: value
@@ -97,7 +95,6 @@ def _installed() -> dict[str, str]:
     import importlib.metadata
 
     from fastdeploy_core.plugins.discovery import DISABLED, OK, REFUSED, discover
-    from fastdeploy_core.plugins.known import summaries
 
     rows, own = {}, summaries()
     for entry in discover().of("command", usable=False):
@@ -114,16 +111,8 @@ def _installed() -> dict[str, str]:
 
 def _missing(rows: Mapping[str, str]) -> dict[str, str]:
     """Known commands that have no row, with what they do and what installs them."""
-    from fastdeploy_core.plugins.known import summaries
-
-    own = summaries()
-    return {n: f"{own[n]} (pip install {d})" for n, d in _known().items() if n not in rows}
-
-
-def _known() -> dict[str, str]:
-    from fastdeploy_core.plugins.known import providers
-
-    return providers("command")
+    own, known = summaries(), providers("command")
+    return {n: f"{own[n]} (pip install {d})" for n, d in known.items() if n not in rows}
 
 
 def _unknown(name: str, installed: set[str]) -> Exception:
@@ -131,14 +120,14 @@ def _unknown(name: str, installed: set[str]) -> Exception:
 
     from fastdeploy_core.errors import ConfigError, PluginNotFound
 
-    known = _known()
+    known = providers("command")
     words = name.replace(".", " ")
     if name in known:
         return PluginNotFound(
             f"`fastdeploy {words}` is in the distribution {known[name]}: pip install {known[name]}"
         )
     group = next((g for g in GROUPS if name.startswith(f"{g}.")), "")
-    names = dict.fromkeys([*CORE_COMMANDS, *GROUPS, *sorted(installed), *known])
+    names = dict.fromkeys([*CORE_COMMANDS, *GROUPS, *sorted(installed), *known], "")
     # one of another group may be meant; of two of the same end, that without a group comes last
     ends = {n.rpartition(".")[2]: n for n in sorted(names, key=lambda n: "." not in n)}
     there = list(_in_group(names, group))

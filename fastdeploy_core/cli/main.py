@@ -6,6 +6,7 @@ through group `fastdeploy.commands`; metadata is read only for a name that is no
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,6 +20,11 @@ EXIT_INTERRUPT = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    while (opened := os.open(os.devnull, os.O_RDWR)) < 3:  # a supervisor closed this stream
+        os.set_inheritable(opened, True)
+    os.close(opened)
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] in (["-v"], ["-V"], ["--version"]):
         arguments = ["version"]

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Sequence
 
+from fastdeploy_core import envs
 from fastdeploy_core.errors import ConfigError
 
+from .logs import setup_logging
 from .parsing import parse_table
+
+logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
     """Serve until a signal."""
-    from fastdeploy_core import envs
-
-    from .logs import setup_logging
-
     setup_logging(envs.read("FD_LOG_LEVEL"))  # arguments without effect are lines of the log, too
+    for name, meant in envs.misspelt():
+        logger.warning("%s has no effect; did you mean %s?", name, meant)
     about = "Serve a model through an OpenAI-compatible API."
     values, _ = parse_table(argv, "fastdeploy serve", about, ("engine", "server"))
     if level := values.get("log_level"):

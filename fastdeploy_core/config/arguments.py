@@ -74,8 +74,12 @@ def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder
         if ARGUMENTS[name].scope != "engine":
             raise ConfigError(f"{name} is an argument of the server, not of the engine")
     v = with_defaults(values)
+    limits = _mapping(v, "limit_mm_per_prompt")
+    v["language_model_only"] |= (limits.get("image"), limits.get("video")) == (0, 0)
     if v["language_model_only"]:  # families build no tower where config.json describes none
         v["hf_overrides"] = {**_mapping(v, "hf_overrides"), "vision_config": None}
+    if asked := _mapping(v, "mm_processor_kwargs"):  # families that see read it there
+        v["hf_overrides"] = {**_mapping(v, "hf_overrides"), "mm_processor_kwargs": asked}
     model = _model_config(v, find)
     v |= model.hf_config.get("engine_arguments", {})  # see contracts.small.PoolingLM
     return _record(
@@ -107,7 +111,7 @@ def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder
 def _media_config(v: Mapping[str, Any]) -> MediaConfig:
     limits = _mapping(v, "limit_mm_per_prompt")
     for kind, most in limits.items():
-        if kind not in ("image", "video") or type(most) is not int or most < 0:
+        if type(most) is not int or most < 0 or (most and kind not in ("image", "video")):
             raise ConfigError(
                 f"--limit-mm-per-prompt has {kind!r}: {most!r:.40}; expected image or video with a "
                 'number, such as {"image": 4}'

@@ -46,7 +46,7 @@ class Job(Protocol):
     async def complete(self) -> dict[str, Any]:
         """The whole answer."""
 
-    def events(self) -> AsyncGenerator[dict[str, Any], None]:
+    def events(self) -> Events:
         """The chunks of a streamed answer."""
 
 
@@ -73,9 +73,7 @@ async def answer(
             state.admission.leave(job.num_requests)
 
 
-async def _prepare_and_start(
-    job: Job, events: AsyncGenerator[dict[str, Any], None]
-) -> dict[str, Any] | None:
+async def _prepare_and_start(job: Job, events: Events) -> dict[str, Any] | None:
     try:
         await job.prepare()
         return await anext(events, None)
@@ -89,9 +87,7 @@ def json_response(body: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-async def framed(
-    first: dict[str, Any] | None, events: AsyncGenerator[dict[str, Any], None]
-) -> AsyncGenerator[bytes, None]:
+async def framed(first: dict[str, Any] | None, events: Events) -> AsyncGenerator[bytes, None]:
     """Server-sent events; a failure becomes an event too, and [DONE] is always last."""
     try:
         if first is not None:

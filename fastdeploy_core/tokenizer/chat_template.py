@@ -65,7 +65,7 @@ RESERVED_NAMES = frozenset(
         "unk_token",
     }
 )
-_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning", "thoughts")
 _USUAL_ROLES = {"developer": "system", "function": "tool"}
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
@@ -333,6 +333,8 @@ def _prepare_message(
     content = message.get("content")
     if content is None and not message.get("tool_calls"):
         content = message["content"] = ""  # the turn ended in its thinking
+    if isinstance(content, dict) and message["role"] == "tool":  # as FastDeploy 2.x takes results
+        content = message["content"] = json.dumps(content, ensure_ascii=False)
     if isinstance(content, list) or (content is None and keep_parts):  # beside calls of tools
         parts = TextParts(_parts(content or [], where, kinds if keep_parts else ()))
         message["content"] = parts if keep_parts else str(parts)
@@ -356,8 +358,8 @@ def _parts(parts: list[Any], where: str, kinds: Sequence[str]) -> Iterator[dict[
     for number, part in enumerate(parts):
         if isinstance(part, str):
             yield {"type": "text", "text": part}
-        elif isinstance(part, dict) and isinstance(part.get("text"), str):
-            yield {"type": "text", "text": part["text"]}
+        elif isinstance(part, dict) and isinstance(t := part.get("text", part.get("refusal")), str):
+            yield {"type": "text", "text": t}
         elif isinstance(part, dict) and part.get("type") in kinds:
             yield {"type": part["type"]}
         else:

@@ -235,7 +235,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                     f"bad_words must be strings of 1 to {MAX_BAD_WORD_CHARS} characters",
                     param="bad_words",
                 )
-        words = self.bad_words_token_ids or []
+        given: list[Any] = self.bad_words_token_ids or []  # FastDeploy 2.x's are tokens
+        words = [[word] if type(word) is int else word for word in given]
+        self.bad_words_token_ids = words or None
         most = 4 * MAX_BAD_WORDS  # bad_words are added here, each in up to two spellings
         if len(words) > most or sum(map(len, words)) > MAX_BAD_WORD_TOKENS:
             raise InvalidRequest(

@@ -510,11 +510,11 @@ class CapturedPrompt:
         assert self._forward is not None and self.context is not None
         graphs, rows = self._graphs, self.context.rows
         batch, input_ids, _, axes, embedded = laid_out
+        if rows is not None and read is not None:
+            rows.copy_(graphs.device.to_device(padded(read, int(rows.shape[0]))))
         self._buffers.take(batch, input_ids, self.size)
         if self.vectors is not None and embedded is not None:
             self.vectors.take(embedded, axes, self.indices)
-        if rows is not None and read is not None:
-            rows.copy_(graphs.device.to_device(padded(read, int(rows.shape[0]))))
         self._forward.replay()
         hidden = self.hidden[: batch.num_tokens if read is None else read.size]
         return TargetStep(batch, self.context, input_ids, hidden, self if self._fill else None)

@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -375,7 +376,9 @@ class PendingOutput:
     def done(self) -> bool:
         """Whether `wait` would not wait."""
         event = self._launched.arriving.event
-        return self._launched.results is not None or event is None or event.query()
+        with suppress(Exception):  # of a lost device, which `wait` names
+            return self._launched.results is not None or event is None or event.query()
+        return True
 
     def wait(self) -> ModelRunnerOutput:
         """Wait for the device. May be called again."""

@@ -6,12 +6,14 @@ import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fastdeploy import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from fastdeploy_core.errors import InvalidRequest
+from fastdeploy_core.worker.results import PendingOutput
 from tests.llm_models import write_model
 
 PROMPTS = ["hello", "The quick brown", "你好", "x " * 40, "def main():"]
@@ -96,6 +98,17 @@ def test_a_prompt_that_is_refused_after_others_have_begun_ends_the_call(llm: LLM
     assert metrics["steps_total"] > steps
     assert metrics["num_requests"] == metrics["num_blocks_used"] == 0
     assert gc.isenabled()
+
+
+def test_what_a_lost_device_was_asked_for_is_done() -> None:
+    """Whoever waits hears what happened; whoever only asks whether it has, hears nothing."""
+
+    def query() -> bool:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    arriving = SimpleNamespace(event=SimpleNamespace(query=query))
+    launched: Any = SimpleNamespace(results=None, arriving=arriving)
+    assert PendingOutput(launched, lambda launched: None).done()
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(llm: LLM) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import fastdeploy
 from fastdeploy_core.types import CompletionOutput, RequestOutput, SamplingParams
+from tests.server_process import environment
 
 HEAVY = ("torch", "paddle", "transformers", "fastapi", "uvicorn", "jinja2", "tokenizers", "zmq")
 
@@ -129,3 +130,9 @@ def test_outputs_have_vllms_names() -> None:
 def test_wrong_parameters_are_value_errors_that_name_the_field(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="|".join(wrong)):
         SamplingParams(**wrong)
+
+
+def test_a_command_without_counterpart_says_what_there_is() -> None:
+    words = [sys.executable, "-m", "fastdeploy.entrypoints.openai.multi_api_server", "--ports", "1"]
+    ended = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and "--data-parallel-size N" in ended.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,21 @@ def test_every_form_of_prompt_means_the_same(llm: LLM) -> None:
         tuple(expected(llm, ids))
     }
     assert generate(llm, [], GREEDY) == []
+
+
+def test_the_originals_programs_read_the_one_answer(llm: LLM) -> None:
+    """Its `outputs` is an answer, and template switches come fourth."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    given: Any = {"prompt": "hello", "multimodal_data": {}}
+    for output in generate(llm, [given], params):
+        answer: Any = output.outputs
+        assert answer.token_ids == answer[0].token_ids == expected(llm, "hello")
+        assert (answer.text, answer.reasoning_content) == (answer[0].text, None)
+        assert copy.deepcopy(output) == output and not hasattr(answer, "send_idx")
+    switched: Any = llm.chat(TALK, GREEDY, False, {"enable_thinking": False}, "{{enable_thinking}}")
+    assert switched[0].prompt == "False"
+    pieces: list[Any] = [output.outputs for output in llm.generate("hello", params, stream=True)]
+    assert "".join(piece.text for piece in pieces) == answer.text
 
 
 def test_order_is_kept_and_parameters_are_each_prompts_own(llm: LLM) -> None:

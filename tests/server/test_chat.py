@@ -218,6 +218,8 @@ def test_sampling_fields_reach_the_engine(engine: ScriptedEngine, client: httpx.
     assert {name: getattr(request.sampling, name) for name in fields} == fields
     assert request.sampling.logit_bias == {3: -5.0}
     assert (request.priority, request.cache_salt) == (4, "b64+/=")
+    chat(client, bad_words_token_ids=[7, 8])  # as FastDeploy 2.x has them
+    assert engine.requests[-1].sampling.bad_words_token_ids == [[7], [8]]
 
 
 def test_template_switches_of_a_request_reach_the_template(
@@ -230,8 +232,9 @@ def test_template_switches_of_a_request_reach_the_template(
     assert prompt() == "<|user|>Hi<|assistant|>"
     chat(client, chat_template_kwargs={"enable_thinking": True})
     assert prompt().endswith("<think>\n")
-    chat(client, metadata={"enable_thinking": True})
-    assert prompt().endswith("<think>\n")
+    for given in ({"metadata": {"enable_thinking": True}}, {"enable_thinking": True}):
+        chat(client, **given)  # where FastDeploy 2.x's documents have it
+        assert prompt().endswith("<think>\n")
     for choice in (None, "auto", "none"):  # agents without tools say so in each of these ways
         chat(client, tools=[], tool_choice=choice)
         assert prompt() == "<|user|>Hi<|assistant|>"

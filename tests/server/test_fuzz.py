@@ -11,12 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from fastdeploy_core.serving.openai.schemas import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from fastdeploy_core.serving.openai.schemas.chat import ChatCompletionRequest
+from fastdeploy_core.serving.openai.schemas.completion import CompletionRequest
+from fastdeploy_core.serving.openai.schemas.tools import DetokenizeRequest, TokenizeRequest
 from fastdeploy_core.tokenizer import Tokenizer
 from tests.server_support import ScriptedEngine, live
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from fastdeploy_core.config.server import ServerConfig
-from fastdeploy_core.serving.openai.schemas import ChatCompletionRequest
+from fastdeploy_core.serving.openai.schemas.chat import ChatCompletionRequest
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.types import StructuredOutputsParams
 from tests.server_support import ScriptedEngine, events_of, live

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import re
+from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastdeploy_core import __version__
@@ -77,6 +79,35 @@ def test_names_and_kinds_are_the_originals(client: httpx.Client) -> None:
     for names, kind in ((COUNTERS, "counter"), (GAUGES, "gauge"), (HISTOGRAMS, "histogram")):
         for name in names:
             assert families[f"fastdeploy:{name}"].type == kind, name
+
+
+# Series that vLLM's dashboards, and the autoscalers of its charts, ask for.
+VLLM = (
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+    *("prompt_tokens_total", "generation_tokens_total", "request_success_total"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"),
+    *("time_to_first_token_seconds_bucket", "time_per_output_token_seconds_bucket"),
+    *("inter_token_latency_seconds_bucket", "e2e_request_latency_seconds_bucket"),
+    *("request_prompt_tokens_bucket", "request_generation_tokens_bucket"),
+    *("request_queue_time_seconds_sum", "request_prefill_time_seconds_sum"),
+    *("request_decode_time_seconds_sum", "request_params_max_tokens_bucket"),
+)
+
+
+def test_prometheus_can_give_our_series_vllms_names(client: httpx.Client) -> None:
+    """By deploy/monitoring/vllm-names.yaml, applied here as Prometheus does."""
+    file = Path(__file__).resolve().parents[2] / "deploy" / "monitoring" / "vllm-names.yaml"
+    rules = yaml.safe_load(file.read_text("utf-8"))["metric_relabel_configs"]
+    client.post("/v1/completions", json={"prompt": "x"})
+    named = set()
+    for sample in (s for family in scrape(client).values() for s in family.samples):
+        name = sample.name
+        for rule in rules:
+            if match := re.fullmatch(rule["regex"], name):
+                name = match.expand(rule["replacement"].replace("$", "\\"))
+        named.add(name)
+        assert "model_name" in sample.labels or "http_" in name or "loop_lag" in name, name
+    assert not {f"vllm:{name}" for name in VLLM} - named
 
 
 def test_a_request_is_counted_and_timed(client: httpx.Client) -> None:

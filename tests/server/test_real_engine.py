@@ -357,7 +357,7 @@ def test_the_original_entry_point_is_the_same_server(model: Path) -> None:
 
     module = "fastdeploy.entrypoints.openai.api_server"
     ended = subprocess.run(
-        [sys.executable, "-P", "-m", module, "--model", str(model), "--max-num-seq", "4"],
+        [sys.executable, "-P", "-m", module, "--model", str(model), "--max-num-sqes", "4"],
         env=environment(),
         capture_output=True,
         text=True,

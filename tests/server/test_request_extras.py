@@ -9,12 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from fastdeploy_core.serving.openai.schemas import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from fastdeploy_core.serving.openai.schemas.chat import ChatCompletionRequest
+from fastdeploy_core.serving.openai.schemas.completion import CompletionRequest
+from fastdeploy_core.serving.openai.schemas.tools import DetokenizeRequest, TokenizeRequest
 from fastdeploy_core.serving.openai.schemas.unsupported import NO_EFFECT, REFUSED
 from fastdeploy_core.tokenizer import Tokenizer
 from tests.server_support import ScriptedEngine, events_of, live
@@ -92,6 +89,7 @@ def test_fields_of_openais_clients_do_no_harm(client: httpx.Client, route: str) 
     fields = {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto"}
     fields |= {"safety_identifier": "x", "prompt_cache_key": "k", "prompt_cache_retention": "24h"}
     fields |= {"guided_decoding_backend": "xgrammar", "session_id": "s"}
+    fields["prediction"] = {"type": "content", "content": "x"}
     assert set(fields) == set(NO_EFFECT)
     response = client.post(route, json={**BODIES[route], **fields})
     assert response.status_code == 200, response.text

@@ -194,6 +194,20 @@ def test_a_named_function_is_forced_by_a_grammar(
     same(choice, streamed(client, tool_choice=choice_of))
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_all_that_the_model_sees(
+    engine: ScriptedEngine, client: httpx.Client, tokenizer: Tokenizer, mode: str
+) -> None:
+    engine.script = lambda prompt, index: '[{"name": "get_time", "parameters": {}}]'
+    shown = [{"type": "function", "function": {"name": "get_time"}}]
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": shown}}
+    choice = chat(client, tool_choice=allowed)
+    prompt = tokenizer.decode(engine.requests[-1].prompt_token_ids)
+    assert "get_time" in prompt and "get_weather" not in prompt
+    assert bool(engine.requests[-1].grammar) == (mode == "required")
+    assert (choice["finish_reason"] == "tool_calls") == (mode == "required")
+
+
 @pytest.mark.parametrize("required", [False, True])
 def test_a_whole_answer_has_no_call_that_was_cut_off(
     engine: ScriptedEngine, client: httpx.Client, required: bool
@@ -307,12 +321,37 @@ def test_tool_messages_go_into_the_prompt(
     assert "[call get_time]<|tool|>noon" in prompt
 
 
+def test_a_result_may_be_an_object_as_in_the_originals_documents(
+    engine: ScriptedEngine, tokenizer: Tokenizer, client: httpx.Client
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "get_time", "arguments": {"a": 1}}}
+    messages = [
+        *ASK["messages"],
+        {"role": "assistant", "tool_calls": [call], "thoughts": "Look it up."},
+        {"role": "tool", "tool_call_id": "1", "content": {"time": "noon", "where": "北京"}},
+    ]
+    chat(client, messages=messages)
+    prompt = tokenizer.decode(engine.requests[-1].prompt_token_ids)
+    assert '<|tool|>{"time": "noon", "where": "北京"}' in prompt
+    refused = {**ASK, "messages": [{"role": "user", "content": {"time": "noon"}}]}
+    assert client.post("/v1/chat/completions", json=refused).status_code == 400
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"tool_choice": {"type": "function", "function": {"name": "nope"}}},
         {"tool_choice": {"type": "function"}},
         {"tool_choice": "sometimes"},
+        {"tool_choice": {"type": "allowed_tools"}},
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "x", "tools": [TIME]}}},
+        {
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{}]},
+            }
+        },
         {"tools": [{"type": "function"}]},
         {"tools": [{"type": "function", "function": {"name": "bad name"}}]},
         {"tools": [{"type": "function", "function": {"name": "x", "parameters": 3}}]},

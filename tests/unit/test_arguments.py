@@ -227,7 +227,7 @@ def test_a_secret_that_is_not_taken_is_not_shown(caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize(
     ("given", "nearest"),
     [
-        ("--max-num-seq", "--max-num-seqs"),
+        ("--max-num-sqes", "--max-num-seqs"),
         ("--tensor-parallel", "--tensor-parallel-size"),
         ("--max_model_length", "--max-model-len"),
         ("--gpu-memory-utilisation", "--gpu-memory-utilization"),

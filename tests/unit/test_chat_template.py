@@ -148,14 +148,14 @@ def test_a_turn_of_thinking_alone_has_no_text() -> None:
 
 
 def test_text_parts_are_joined_and_other_parts_refused(plain: Tokenizer) -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert "a\nb" in plain.apply_chat_template([{"role": "user", "content": parts}])
+    parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
+    assert "a\nb" in plain.apply_chat_template([{"role": "assistant", "content": parts}])
     image = [{"type": "image_url", "image_url": {"url": "http://x"}}]
     with pytest.raises(InvalidRequest, match=r"image_url.*takes text"):
         plain.apply_chat_template([{"role": "user", "content": image}])
 
 
-@pytest.mark.parametrize("name", ["reasoning", "thinking", "reasoning_content"])
+@pytest.mark.parametrize("name", ["reasoning", "thinking", "reasoning_content", "thoughts"])
 def test_earlier_thinking_is_found_under_each_name(rich: Tokenizer, name: str) -> None:
     prompt = rich.apply_chat_template([{"role": "assistant", "content": "x", name: "deep"}])
     assert "<think>deep</think>x" in prompt

@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -110,6 +111,7 @@ def test_version_in_three_spellings(capsys: pytest.CaptureFixture[str]) -> None:
         (["run-batch", "--inptu-file", "x"], 1, "did you mean --input-file?"),
         (["router", "--instnces", "x"], 1, "did you mean --instances?"),
         (["quantize", "x", "--methd", "y"], 1, "did you mean --method?"),
+        (["version", "--hlep"], 1, "did you mean --help?"),
     ],
 )
 def test_mistakes_are_one_line_and_an_exit_code(
@@ -170,6 +172,30 @@ def test_the_level_of_the_log_is_that_of_all_processes(
     assert main(["serve", "/nowhere", "--log-level", "error"]) == 2
     assert envs.read("FD_LOG_LEVEL") == "error"  # which the engine's process reads
     assert "is not a folder" in capsys.readouterr().err
+
+
+def test_a_misspelt_variable_is_named_with_the_one_that_is_meant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("FD_API_KEYS", "FD_TP1_SERVICE_PORT", "FD_CUDA_TUNE"):  # the last two are others'
+        monkeypatch.setenv(name, "1")
+    assert main(["serve", "/nowhere"]) == 2
+    warned = [line for line in capsys.readouterr().err.splitlines() if "no effect" in line]
+    assert len(warned) == 1 and "FD_API_KEYS has no effect; did you mean FD_API_KEY?" in warned[0]
+
+
+def test_streams_that_a_supervisor_closed_are_open_for_what_is_started(tmp_path: Path) -> None:
+    """Else sockets become standard error, and libraries that write there abort."""
+    told = tmp_path / "told"
+    program = (
+        "import subprocess, sys; from fastdeploy_core.cli.main import main; main(['version']); "
+        "child = 'import sys; sys.exit(None in (sys.stdin, sys.stdout, sys.stderr))'; "
+        "ended = subprocess.call([sys.executable, '-c', child]); "
+        "open(sys.argv[1], 'x').write(f'{sys.stdin.read()!r} {sys.stderr is None} {ended}')"
+    )
+    words = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program, str(told)]
+    assert subprocess.run(words, env=environment(), check=False).returncode == 0
+    assert told.read_text() == "'' False 0"
 
 
 def test_a_machine_without_a_temporary_folder_is_one_line(

@@ -530,6 +530,28 @@ def test_engine_that_cannot_start_says_why_and_leaves_nothing(options, error, re
     assert ("Traceback" in capfd.readouterr().err) == (reason == "injected fault")
 
 
+def test_an_engine_that_still_loads_is_not_waited_for(monkeypatch):
+    """It does not listen, and has no answers to end: Ctrl-C would take as long as those may."""
+    graces, end = [], child.end
+
+    def noted(process, grace_s):
+        graces.append(grace_s)
+        return end(process, grace_s)
+
+    async def main():
+        before = descendants()
+        config = make_config(device="faulty", faults=({"kind": "hang", "at_load": True},))
+        starting = asyncio.create_task(AsyncEngine.start(config, resolve(config)))
+        await until(lambda: descendants() > before, "no engine process was started")
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        assert descendants() <= before and folders() == []
+
+    monkeypatch.setattr(child, "end", noted)
+    asyncio.run(main())
+    assert graces and max(graces) <= 1.0
+
+
 def test_drain_lets_running_requests_end_and_refuses_new_ones():
     async def main():
         async with engine_of(null=SLOW) as engine:

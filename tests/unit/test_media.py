@@ -185,6 +185,13 @@ def test_what_concerns_the_decoder_may_stand_in_a_text_config(tmp_path: Path) ->
     model = build_engine_config({"model": str(tmp_path)}).model
     assert (model.max_model_len, model.hf_config["vocab_size"]) == (77, 9)
     assert model.hf_config["tie_word_embeddings"] is False
+    for limits in ({"image": 0}, {"video": 0, "image": 1}, {"image": 0, "video": 0, "audio": 0}):
+        config = build_engine_config({"model": str(tmp_path), "limit_mm_per_prompt": limits})
+        assert config.media.language_model_only == (len(limits) == 3)
+        assert ("vision_config" in config.model.hf_config) == (len(limits) == 3)
+    pixels = {"mm_processor_kwargs": {"max_pixels": 9}}
+    config = build_engine_config({"model": str(tmp_path), **pixels, "hf_overrides": {"a": 1}})
+    assert config.model.hf_config.items() >= {**pixels, "a": 1}.items()
     for given, reason in (
         ({"limit_mm_per_prompt": {"sound": 1}}, "expected image or video"),
         ({"limit_mm_per_prompt": {"image": -1}}, "expected image or video"),

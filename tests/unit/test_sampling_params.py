@@ -41,6 +41,11 @@ def test_plain_digits_and_numbers_name_a_token() -> None:
     assert SamplingParams(logit_bias={"5": 1, 6: 200.0}).logit_bias == {5: 1.0, 6: 100.0}
 
 
+def test_bad_tokens_may_be_listed_as_the_original_does() -> None:
+    given: Any = [5, [6, 7]]
+    assert SamplingParams(bad_words_token_ids=given).bad_words_token_ids == [[5], [6, 7]]
+
+
 def test_true_asks_for_one_alternative() -> None:
     params = SamplingParams(logprobs=True, prompt_logprobs=True)
     assert (params.logprobs, params.prompt_logprobs) == (1, 1)

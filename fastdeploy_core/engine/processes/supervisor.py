@@ -264,7 +264,8 @@ class Supervisor:
             self._reason = reason or life.ending(self._config.watchdog.progress_timeout_s)
             with self._send_lock:
                 self._life = None
-            life.tidy(STOP_GRACE_S if self._stopping.is_set() else 0.5)
+            # What is not ready has no answers to end, and may not listen for minutes.
+            life.tidy(STOP_GRACE_S if self._stopping.is_set() and life.is_ready else 0.5)
         if not self._stopping.is_set():
             logger.error("%s ended: %s", self._name, self._reason)
         self._is_blamed |= self._listener.on_down(self._reason) is True

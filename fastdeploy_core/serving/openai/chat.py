@@ -21,7 +21,7 @@ from fastdeploy_core.types import CompletionOutput, Request, RequestOutput, Stru
 from .answer import Answer, tool_call_deltas
 from .generation import run
 from .logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from .schemas import ChatCompletionRequest
+from .schemas.chat import ChatCompletionRequest
 from .usage import Call, Envelope, Usage, request_options
 
 CHUNK = "chat.completion.chunk"

@@ -17,7 +17,7 @@ from fastdeploy_core.types import CompletionOutput, Request, RequestOutput
 
 from .generation import merge, run
 from .logprobs import CompletionLogprobs, Position, TokenNames, prompt_logprobs
-from .schemas import CompletionRequest
+from .schemas.completion import CompletionRequest
 from .usage import Call, Envelope, Usage, request_options
 
 KIND = "text_completion"

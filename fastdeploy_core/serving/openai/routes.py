@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,14 +18,10 @@ from fastdeploy_core.serving.state import ServerState
 
 from .chat import ChatJob
 from .completion import CompletionJob
-from .schemas import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Invocation,
-    TokenizeRequest,
-)
+from .schemas.chat import ChatCompletionRequest
 from .schemas.common import SamplingFields
+from .schemas.completion import CompletionRequest
+from .schemas.tools import DetokenizeRequest, Invocation, TokenizeRequest
 from .usage import Call
 
 BODIES: tuple[type[BaseModel], ...] = (
@@ -104,12 +101,8 @@ def openai_router(state: ServerState) -> APIRouter:
         body = await read_model(http, DetokenizeRequest, state.parsers)
         state.check_model(body.model)
         _check_ids(state, body.tokens)
-        text = await state.threads.run(
-            tenant_of(http),
-            state.tokenizer.decode,
-            body.tokens,
-            skip_special_tokens=body.skip_special_tokens,
-        )
+        decode = partial(state.tokenizer.decode, skip_special_tokens=body.skip_special_tokens)
+        text = await state.threads.run(tenant_of(http), decode, body.tokens)
         return json_response({"prompt": text})
 
     @router.get("/tokenizer_info")
@@ -187,11 +180,6 @@ def _tokenize(state: ServerState, body: TokenizeRequest, call: Call) -> dict[str
     else:
         limits.check_text(text := body.prompt or "", "prompt")
         token_ids = tokenizer.encode(text, body.add_special_tokens is not False) if text else []
-    return {
-        "count": len(token_ids),
-        "max_model_len": limits.max_model_len,
-        "tokens": token_ids,
-        "token_strs": [tokenizer.token_string(t) for t in token_ids]
-        if body.return_token_strs
-        else None,
-    }
+    sizes = {"count": len(token_ids), "max_model_len": limits.max_model_len}
+    strings = [tokenizer.token_string(t) for t in token_ids] if body.return_token_strs else None
+    return {**sizes, "tokens": token_ids, "token_strs": strings}

@@ -24,6 +24,7 @@ _NOT_TEXT = {
     "input_file": "a file",
     "input_audio": "sound",
 }
+CALLS_NONE = "this server calls no other; give the tools as functions in tools"
 # Fields of chat that clients of vLLM send to these APIs, too.
 _OF_CHAT = frozenset(
     {"top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"}

@@ -77,8 +77,7 @@ def read(
     """Fields of a chat request but for `messages`, the conversation, and the tools."""
     if body.mcp_servers:
         raise InvalidRequest(
-            "mcp_servers is not possible: this server calls no other; give the tools in tools",
-            param="mcp_servers",
+            f"mcp_servers is not possible: {checks.CALLS_NONE}", param="mcp_servers"
         )
     conversation, tools = Conversation(takes_pictures), Tools()
     if body.system is not None:

@@ -232,6 +232,8 @@ def _read_tools(
 ) -> None:
     for place, tool in checks.records(given, where):
         kind = checks.name(tool.get("type"), f"{place}.type")
+        if kind == "mcp":  # its calls would be a part of the answer
+            raise InvalidRequest(f"{place} is of type mcp: {checks.CALLS_NONE}", param=place)
         if kind not in ("function", "custom", "namespace"):
             _ignore(conversation, place, kind)
             continue

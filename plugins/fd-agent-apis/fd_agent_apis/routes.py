@@ -14,7 +14,7 @@ from fastdeploy_core.serving.http.errors import ApiError
 from fastdeploy_core.serving.http.json_body import BIG_BODY_BYTES, read_model, tenant_of
 from fastdeploy_core.serving.openai.chat import ChatJob
 from fastdeploy_core.serving.openai.routes import call_of
-from fastdeploy_core.serving.openai.schemas import ChatCompletionRequest
+from fastdeploy_core.serving.openai.schemas.chat import ChatCompletionRequest
 from fastdeploy_core.serving.openai.usage import Call
 from fastdeploy_core.serving.respond import answer, json_response
 from fastdeploy_core.serving.state import ServerState

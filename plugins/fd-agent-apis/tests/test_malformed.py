@@ -61,6 +61,7 @@ RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"tools": ["f"]}, "tools.0"),
     ({"tools": [{"name": "f"}]}, "tools.0.type"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name"),
+    ({"tools": [TOOL, {"type": "mcp", "server_label": "s", "server_url": "u"}]}, "tools.1"),
     ({"tools": [{**TOOL, "parameters": "none"}]}, "tools.0.parameters"),
     ({"tools": [{**TOOL, "description": 3}]}, "tools.0.description"),
     ({"tools": [{"type": "namespace", "name": "n", "tools": [{}]}]}, "tools.0.tools.0.type"),

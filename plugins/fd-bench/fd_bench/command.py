@@ -13,6 +13,7 @@ KINDS = {
     "throughput": ("offline", "run_throughput", "tokens per second of many prompts at once"),
     "latency": ("offline", "run_latency", "seconds of one batch, repeated"),
     "serve": ("serve", "run", "latencies of a running server at given request rates"),
+    "eval": ("evaluation", "run", "tasks of lm-eval, with its own options"),
 }
 
 
@@ -36,9 +37,10 @@ def add_dataset_arguments(
     group = parser.add_argument_group("prompts")
     group.add_argument(flag, dest="num_prompts", type=whole(1), default=num_prompts, metavar="N")
     group.add_argument(
-        "--dataset",
+        *("--dataset", "--dataset-path"),
         metavar="FILE",
-        help='JSONL with "prompt" or "messages" in each line; default: random token ids',
+        help='JSONL with "prompt" or "messages" in each line, or ShareGPT\'s JSON; default: random '
+        "token ids",
     )
     group.add_argument(
         *("--input-len", "--random-input-len"),
@@ -48,18 +50,30 @@ def add_dataset_arguments(
         help="random prompt tokens",
     )
     group.add_argument(
-        *("--output-len", "--random-output-len"),
-        type=whole(1),
-        default=64,
+        *("--prefix-len", "--random-prefix-len"),
+        type=whole(0),
+        default=0,
         metavar="N",
-        help="tokens to generate",
+        help="tokens before them that are the same in all prompts",
     )
     group.add_argument(
-        "--range-ratio",
+        *("--output-len", "--random-output-len", "--sharegpt-output-len", "--custom-output-len"),
+        type=whole(1),
+        metavar="N",
+        help="tokens to generate; default: as a file's line says, else 64",
+    )
+    group.add_argument(
+        *("--range-ratio", "--random-range-ratio"),
         type=float,
         default=0.0,
         metavar="R",
         help="lengths vary by this share around the given ones (0 to 0.9)",
     )
     group.add_argument("--dataset-seed", type=int, default=0, metavar="N")
-    group.add_argument("--save-result", metavar="FILE", help="also write the numbers as JSON")
+    group.add_argument(
+        *("--save-result", "--output-json"),
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="also write the numbers as JSON; default: a new file in the current folder",
+    )

@@ -1,4 +1,4 @@
-"""Prompts for benchmarks: random token ids, or lines of a JSONL file; seeded."""
+"""Prompts for benchmarks: random token ids, or entries of a file; seeded."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from fastdeploy_core.errors import ConfigError
 
 # Special tokens are at both ends of most vocabularies; random prompts avoid the low end.
 LOWEST_RANDOM_ID = 16
+OUTPUT_LEN = 64
+# The name of each text in lines of FastDeploy 2.x's files, and of the length of its answer.
+TEXTS, LENGTHS = ("prompt", "text"), ("max_tokens", "max_dec_len")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +38,13 @@ def load_prompts(arguments: argparse.Namespace, vocab_size: int) -> list[BenchPr
     if vocab_size <= LOWEST_RANDOM_ID:
         raise ConfigError(f"random prompts need a vocabulary above {LOWEST_RANDOM_ID} tokens")
     prompts = []
+    prefix = [draw.randrange(LOWEST_RANDOM_ID, vocab_size) for _ in range(arguments.prefix_len)]
     for _ in range(arguments.num_prompts):
         length = _vary(arguments.input_len, arguments.range_ratio, draw)
         ids = [draw.randrange(LOWEST_RANDOM_ID, vocab_size) for _ in range(length)]
-        output_len = _vary(arguments.output_len, arguments.range_ratio, draw)
-        prompts.append(BenchPrompt(output_len, token_ids=ids))
+        asked = arguments.output_len or OUTPUT_LEN
+        output_len = _vary(asked, arguments.range_ratio, draw)
+        prompts.append(BenchPrompt(output_len, token_ids=prefix + ids))
     return prompts
 
 
@@ -49,31 +54,40 @@ def _vary(length: int, ratio: float, draw: random.Random) -> int:
 
 def _from_file(path: Path, arguments: argparse.Namespace, draw: random.Random) -> list[BenchPrompt]:
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"dataset {str(path)!r} cannot be read: {error}") from error
-    if not lines:
-        raise ConfigError(f"dataset {str(path)!r} has no prompts")
-    draw.shuffle(lines)
-    prompts = []
-    for number in range(arguments.num_prompts):
-        prompts.append(_from_line(lines[number % len(lines)], path, arguments.output_len))
-    return prompts
-
-
-def _from_line(line: str, path: Path, output_len: int) -> BenchPrompt:
     try:
-        entry = json.loads(line)
+        if text.lstrip().startswith("["):
+            entries = json.loads(text)
+        else:
+            entries = [json.loads(line) for line in text.splitlines() if line.strip()]
     except ValueError as error:
         raise ConfigError(f"dataset {str(path)!r} has a line that is not JSON") from error
+    if not entries:
+        raise ConfigError(f"dataset {str(path)!r} has no prompts")
+    draw.shuffle(entries)
+    numbers = range(arguments.num_prompts)
+    return [_from_entry(entries[n % len(entries)], path, arguments.output_len) for n in numbers]
+
+
+def _from_entry(entry: Any, path: Path, asked: int | None) -> BenchPrompt:
     if isinstance(entry, dict):
-        if isinstance(entry.get("messages"), list):
+        said = next((n for name in LENGTHS if type(n := entry.get(name)) is int and n > 0), None)
+        output_len = asked or said or OUTPUT_LEN
+        messages = entry.get("messages")
+        if isinstance(messages, list):
             # The expected answer of a data set is not part of the question.
-            messages = entry["messages"]
             while messages and messages[-1].get("role") == "assistant":
                 messages = messages[:-1]
             if messages:
                 return BenchPrompt(output_len, messages=messages)
-        elif isinstance(entry.get("prompt"), str) and entry["prompt"]:
-            return BenchPrompt(output_len, text=entry["prompt"])
-    raise ConfigError(f'each line of dataset {str(path)!r} needs "prompt" or "messages"')
+        turns = entry.get("conversations")  # ShareGPT's: the first one asks
+        if isinstance(turns, list) and turns and isinstance(turns[0], dict):
+            entry = {"prompt": turns[0].get("value")}
+        text = next((t for name in TEXTS if isinstance(t := entry.get(name), str) and t), None)
+        if text is not None:
+            return BenchPrompt(output_len, text=text)
+    raise ConfigError(
+        f'each line of dataset {str(path)!r} needs "prompt", "messages", "text" or "conversations"'
+    )

@@ -12,6 +12,7 @@ from fastdeploy_core.errors import ConfigError
 
 from .command import add_dataset_arguments
 from .data import BenchPrompt, load_prompts
+from .other_names import add_options_without_effect
 from .report import save, show, spread
 
 
@@ -26,7 +27,7 @@ def run_throughput(argv: Sequence[str]) -> int:
     )
     with _load(values) as llm:
         prompts = load_prompts(own, _vocab_size(llm))
-        inputs, params = _inputs(llm, prompts, own.temperature)
+        inputs, params = _inputs(llm, prompts, own)
         warm = min(own.num_warmup, len(inputs))
         if warm:
             llm.generate(inputs[:warm], params[:warm], use_tqdm=False)
@@ -63,14 +64,16 @@ def run_latency(argv: Sequence[str]) -> int:
         _latency_arguments,
     )
     with _load(values) as llm:
-        inputs, params = _inputs(llm, load_prompts(own, _vocab_size(llm)), own.temperature)
+        prompts = load_prompts(own, _vocab_size(llm))
+        inputs, params = _inputs(llm, prompts, own)
         seconds = []
         for number in range(own.num_warmup + own.num_iterations):
             started = time.perf_counter()
             llm.generate(inputs, params, use_tqdm=False)
             if number >= own.num_warmup:
                 seconds.append(time.perf_counter() - started)
-    per_token = [value / own.output_len for value in seconds]
+    longest = max(prompt.output_len for prompt in prompts)
+    per_token = [value / longest for value in seconds]
     result = {
         "batch_size": own.num_prompts,
         "iterations": own.num_iterations,
@@ -84,7 +87,7 @@ def run_latency(argv: Sequence[str]) -> int:
 
 def _throughput_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_arguments(parser, 100)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    _sampling_arguments(parser)
     parser.add_argument(
         "--num-warmup", type=whole(0), default=2, metavar="N", help="prompts run before"
     )
@@ -93,11 +96,21 @@ def _throughput_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _latency_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_arguments(parser, 8, "--batch-size")
-    parser.add_argument("--temperature", type=float, default=0.0)
+    _sampling_arguments(parser)
     parser.add_argument(
-        "--num-warmup", type=whole(0), default=1, metavar="N", help="batches run before"
+        *("--num-warmup", "--num-iters-warmup"),
+        type=whole(0),
+        default=1,
+        metavar="N",
+        help="batches run before",
     )
-    parser.add_argument("--num-iterations", type=whole(1), default=5, metavar="N")
+    parser.add_argument("--num-iterations", "--num-iters", type=whole(1), default=5, metavar="N")
+
+
+def _sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--temperature", type=float, help="default: 0; 1 with several answers")
+    parser.add_argument("--n", type=whole(1), default=1, metavar="N", help="answers of a prompt")
+    add_options_without_effect(parser, is_offline=True)
 
 
 def _load(values: Mapping[str, Any]) -> Any:
@@ -119,7 +132,7 @@ def _vocab_size(llm: Any) -> int:
 
 
 def _inputs(
-    llm: Any, prompts: Sequence[BenchPrompt], temperature: float
+    llm: Any, prompts: Sequence[BenchPrompt], own: argparse.Namespace
 ) -> tuple[list[Any], list[Any]]:
     """Prompts in the offline API's forms, and parameters that generate exactly the requested
     lengths."""
@@ -131,8 +144,11 @@ def _inputs(
             inputs.append(llm.get_tokenizer().apply_chat_template(prompt.messages))
         else:
             inputs.append(prompt.text if prompt.text is not None else prompt.token_ids)
+    temperature = float(own.n > 1) if own.temperature is None else own.temperature
     params = [
-        SamplingParams(temperature=temperature, max_tokens=prompt.output_len, ignore_eos=True)
+        SamplingParams(
+            n=own.n, temperature=temperature, max_tokens=prompt.output_len, ignore_eos=True
+        )
         for prompt in prompts
     ]
     return inputs, params

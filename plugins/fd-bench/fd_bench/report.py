@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from fastdeploy_core.errors import ConfigError
 
 PERCENTILES = (50, 90, 99)
 
@@ -42,6 +45,15 @@ def show(title: str, rows: Mapping[str, Any]) -> None:
 
 
 def save(path: str | None, result: Any) -> None:
-    """The same numbers as JSON, when a file was named."""
-    if path is not None:
-        Path(path).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    """The same numbers as JSON, when a file was asked for; where no name is given, the time is."""
+    if path is None:
+        return
+    file = Path(path)
+    if not path or file.is_dir():
+        file /= time.strftime("fastdeploy-bench-%Y%m%d-%H%M%S.json")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
+    print(f"written to {file}")

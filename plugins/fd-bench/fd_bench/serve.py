@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import math
 import os
 import random
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from fastdeploy_core.cli.parsing import whole
 from fastdeploy_core.contracts.command import CommandParser
@@ -22,10 +27,16 @@ from fastdeploy_core.errors import ConfigError
 from .client import BenchClient, Call, Measured
 from .command import add_dataset_arguments
 from .data import LOWEST_RANDOM_ID, BenchPrompt, load_prompts
+from .other_names import add_options_without_effect
 from .report import percentile, save, show, spread
 from .worker import run_in_processes
 
 SLO_NAMES = ("ttft", "tpot", "e2e")
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+SAMPLING = (
+    *("top_p", "top_k", "min_p", "logprobs"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -33,9 +44,19 @@ def run(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     rates = _rates(arguments.request_rate)
     slo = _slo(arguments.goodput)
+    if arguments.host or arguments.port:
+        arguments.url = f"http://{arguments.host or '127.0.0.1'}:{arguments.port or 8180}"
+    if not arguments.endpoint:
+        arguments.endpoint = CHAT if arguments.backend.endswith("chat") else TEXT
+    if arguments.endpoint not in (CHAT, TEXT):
+        raise ConfigError(f"--endpoint {arguments.endpoint!r}; possible: {TEXT}, {CHAT}")
+    if arguments.endpoint == CHAT and arguments.dataset is None:
+        print(f"random prompts are token ids and go to {TEXT}", file=sys.stderr)
+    arguments.fields = _fields(arguments)
     prompts = load_prompts(arguments, arguments.vocab_size)
     results = asyncio.run(_measure(arguments, prompts, rates, slo))
-    save(arguments.save_result, results)
+    if (name := arguments.save_result) is not None:
+        save(str(Path(arguments.result_dir) / (arguments.result_filename or name)), results)
     return 1 if any(result["failed"] for result in results) else 0
 
 
@@ -44,7 +65,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--url", "--base-url", default="http://127.0.0.1:8180", help="with or without /v1"
     )
+    parser.add_argument("--host", help="instead of --url, with --port")
+    parser.add_argument("--port", type=whole(1))
+    parser.add_argument("--endpoint", metavar="PATH", help=f"of texts: {TEXT} (default) or {CHAT}")
+    parser.add_argument("--backend", default="", metavar="NAME", help="...chat: texts go to chat")
     parser.add_argument("--model-name", "--model", help="default: the first of /v1/models")
+    parser.add_argument("--served-model-name", help="the same; goes first")
     parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY", ""))
     parser.add_argument(
         "--request-rate",
@@ -68,6 +94,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--max-concurrency", type=whole(1), metavar="N", help="requests in flight")
     parser.add_argument(
+        "--vocab-size",
+        type=whole(LOWEST_RANDOM_ID + 1),
+        default=256,
+        help="random ids stay below it",
+    )
+    parser.add_argument(
+        *("--num-warmup", "--num-warmups"),
+        type=whole(0),
+        default=1,
+        metavar="N",
+        help="requests sent before",
+    )
+    _add_fields_and_files(parser)
+    add_dataset_arguments(parser, 100)
+    parser.add_argument("--seed", dest="dataset_seed", type=int, default=0, help=argparse.SUPPRESS)
+    add_options_without_effect(parser, is_offline=False)
+    return parser
+
+
+def _add_fields_and_files(parser: argparse.ArgumentParser) -> None:
+    """What each request asks for, what is printed, and where the numbers go."""
+    parser.add_argument(
         "--goodput",
         nargs="+",
         default=[],
@@ -85,17 +133,30 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens that a chunk waits for; default: the server's",
     )
     parser.add_argument("--respect-eos", action="store_true", help="let answers end by themselves")
-    parser.add_argument(
-        "--vocab-size",
-        type=whole(LOWEST_RANDOM_ID + 1),
-        default=256,
-        help="random ids stay below it",
-    )
-    parser.add_argument(
-        "--num-warmup", type=whole(0), default=1, metavar="N", help="requests sent before"
-    )
-    add_dataset_arguments(parser, 100)
-    return parser
+    for name in SAMPLING:
+        kind = int if name in ("top_k", "logprobs") else float
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X")
+    parser.add_argument("--extra-body", default="{}", metavar="JSON", help="fields of each request")
+    parser.add_argument("--hyperparameter-path", metavar="FILE", help="the same from YAML")
+    parser.add_argument("--result-dir", default="", metavar="DIR", help="of --save-result")
+    parser.add_argument("--result-filename", metavar="NAME", help="of --save-result")
+
+
+def _fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fields of each request: those of the file, then of options, then of --extra-body."""
+    text, given = arguments.extra_body, {}
+    try:
+        if (file := arguments.hyperparameter_path) is not None:
+            given = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        more = json.loads(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"--hyperparameter-path or --extra-body cannot be read: {error}"
+        ) from None
+    if not isinstance(given, dict) or not isinstance(more, dict):
+        raise ConfigError("--hyperparameter-path and --extra-body map names of fields to values")
+    asked = {name: getattr(arguments, name) for name in SAMPLING}
+    return given | {name: value for name, value in asked.items() if value is not None} | more
 
 
 def _rates(text: str) -> list[float]:
@@ -112,6 +173,7 @@ def _slo(pairs: Sequence[str]) -> dict[str, float]:
     limits = {}
     for pair in pairs:
         name, _, value = pair.partition(":")
+        name = "e2e" if name == "e2el" else name  # vLLM's word
         try:
             limits[name] = float(value) / 1000
         except ValueError as error:
@@ -129,7 +191,8 @@ async def _measure(
 ) -> list[dict[str, Any]]:
     client = BenchClient(arguments.url, arguments.api_key)
     try:
-        model = arguments.model_name or (await client.get("/v1/models"))["data"][0]["id"]
+        given = arguments.served_model_name or arguments.model_name
+        model = given or (await client.get("/v1/models"))["data"][0]["id"]
     except OSError as error:
         raise ConfigError(f"no server answers at {arguments.url} ({error})") from error
     calls = [_call(prompt, model, arguments) for prompt in prompts]
@@ -166,9 +229,13 @@ def _call(prompt: BenchPrompt, model: str, arguments: argparse.Namespace) -> Cal
     }
     if arguments.stream_interval is not None:
         body["stream_interval"] = arguments.stream_interval
-    if prompt.messages is not None:
-        return Call(0.0, "/v1/chat/completions", {**body, "messages": prompt.messages})
-    return Call(0.0, "/v1/completions", {**body, "prompt": prompt.text or prompt.token_ids})
+    body |= arguments.fields
+    messages = prompt.messages
+    if messages is None and prompt.text is not None and arguments.endpoint == CHAT:
+        messages = [{"role": "user", "content": prompt.text}]
+    if messages is not None:
+        return Call(0.0, CHAT, {**body, "messages": messages})
+    return Call(0.0, TEXT, {**body, "prompt": prompt.text or prompt.token_ids})
 
 
 async def _send_all(

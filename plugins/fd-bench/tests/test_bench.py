@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fd_bench import report
@@ -55,6 +58,8 @@ def test_each_benchmark_explains_itself(kind: str, capsys: pytest.CaptureFixture
         (["bench", "throughput", "--num-prompts", "many"], "--num-prompts: expected a whole"),
         (["bench", "serve", "--goodput", "speed:3"], "--goodput"),
         (["bench", "latency"], "no model given"),
+        (["bench", "serve", "--endpoint", "/v1/messages"], "possible: /v1/completions"),
+        (["bench", "serve", "--extra-body", "{", *VLLM], "--extra-body"),
         (
             ["bench", "serve", "--base-url", "http://127.0.0.1:9", *VLLM],
             "the server does not answer",
@@ -94,6 +99,69 @@ def test_goodput_counts_requests_that_met_every_limit() -> None:
     assert result["mean_tpot_ms"] == pytest.approx(1000 * (0.1 + 0.05 + 0.5) / 3, rel=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["EBChat", "EB", "sharegpt"])
+def test_serve_sends_what_printed_commands_say(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            asked.append((self.path, json.loads(body)))
+            piece = {"choices": [{"text": "a"}]}
+            usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+            answer = f"data: {json.dumps(piece)}\n\ndata: {json.dumps(usage)}\n\n".encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None: ...
+
+    question = [{"role": "user", "content": "Hi"}]
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    entry = {
+        "EBChat": {"messages": question, "max_tokens": 7},
+        "EB": {"text": "Hi", "max_dec_len": 7},
+        "sharegpt": [{"conversations": turns}],
+    }[kind]
+    data, fields = tmp_path / "data.json", tmp_path / "fields.yaml"
+    data.write_text(json.dumps(entry))
+    fields.write_text("top_p: 0.5\n")
+    form = ["bench", "serve", "--backend", "openai-chat", "--host", "127.0.0.1", "--seed", "3"]
+    form += ["--model", "m", "--endpoint", "/v1/chat/completions", "--dataset-name", kind]
+    form += ["--dataset-path", str(data), "--hyperparameter-path", str(fields), "--top-k", "5"]
+    form += ["--percentile-metrics", "ttft,e2el", "--metric-percentiles", "80,99.9"]
+    form += ["--num-prompts", "1", "--max-concurrency", "1", "--save-result"]
+    form += ["--result-dir", str(tmp_path / "new"), "--result-filename", "r.json"]
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert main([*form, "--port", str(server.server_port), "--num-warmups", "0"]) == 0
+        finally:
+            server.shutdown()
+            thread.join()
+    ((path, body),) = asked
+    assert (path, body["messages"]) == ("/v1/chat/completions", question)
+    length = 64 if kind == "sharegpt" else 7
+    assert (body["max_tokens"], body["top_p"], body["top_k"]) == (length, 0.5, 5)
+    assert "--percentile-metrics has no effect" in capsys.readouterr().err
+    (result,) = json.loads((tmp_path / "new" / "r.json").read_text())
+    assert result["completed"] == 1 and "p99.9_ttft_ms" in result
+
+
+def test_evaluation_is_lm_evals_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "lm_eval"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("import sys; sys.exit(len(sys.argv))")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert main(["bench", "eval", "--model", "local-completions", "--write_out"]) == 4
+
+
 def test_bench_takes_the_difference() -> None:
     names = ("drafts_total", "draft_tokens_total", "accepted_draft_tokens_total", "draft_s")
     before = dict(zip(names, (4, 8, 2, 1.0), strict=True)) | {"accepted_drafts_at_total": [2]}
@@ -123,18 +191,19 @@ def model(tmp_path: Path, fd_tensor: str) -> list[str]:
 def test_throughput_counts_what_was_generated(model: list[str], tmp_path: Path) -> None:
     saved = tmp_path / "result.json"
     command = ["bench", "throughput", *model, "--num-prompts", "5", "--no-progress"]
-    assert main([*command, "--save-result", str(saved)]) == 0
+    command += ["--backend", "vllm", "--async-engine", "--prefix-len", "2", "--n", "2"]
+    assert main([*command, "--output-json", str(saved)]) == 0
     result = json.loads(saved.read_text())
-    assert (result["num_prompts"], result["prompt_tokens"], result["output_tokens"]) == (5, 40, 20)
+    assert (result["num_prompts"], result["prompt_tokens"], result["output_tokens"]) == (5, 50, 40)
     assert result["steps"] >= 4
-    assert result["output_tokens_per_s"] == pytest.approx(4 * result["requests_per_s"])
+    assert result["output_tokens_per_s"] == pytest.approx(8 * result["requests_per_s"])
 
 
 def test_latency_reports_each_batch(
     model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = tmp_path / "result.json"
-    command = ["bench", "latency", *model, "--batch-size", "2", "--num-iterations", "3"]
+    command = ["bench", "latency", *model, "--batch-size", "2", "--num-iters", "3"]
     assert main([*command, "--save-result", str(saved)]) == 0
     result = json.loads(saved.read_text())
     assert (result["batch_size"], result["iterations"]) == (2, 3)

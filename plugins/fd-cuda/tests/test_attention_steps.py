@@ -421,7 +421,8 @@ def test_kernels_compile_for_architectures(capability: int) -> None:
     assert json.loads(done.stdout.splitlines()[-1]).keys() == {
         "_grouped", "clear_padding", "convolve", "cut_decodes", "cut_prompts", "cut_stream",
         "decode_attention", "latent_attention", "one_shot_sum", "packed_product",
-        "prefill_attention", "rotate_and_write", "scan_chunks", "step_states", "within_chunks",
+        "prefill_attention", "rotate_and_write", "scan_chunks", "step_states", "sum_decays",
+        "within_chunks", "within_chunks_by_channel",
         *(["packed_attention"] if capability == 90 else []),
     }  # fmt: skip
 

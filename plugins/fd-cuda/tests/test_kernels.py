@@ -114,6 +114,17 @@ class TestBatchInvariance:
             for rows in self.ROWS:
                 assert torch.equal(run(rows), crowd[:rows]), f"{name} with {rows} rows"
 
+    def test_norms_of_many_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from fd_cuda.kernels import norm
+
+        monkeypatch.setattr(norm, "_MANY", 8)
+        torch.manual_seed(0)
+        x = torch.randn(9, 1000, device=DEVICE).half()
+        weight = torch.randn(1000, device=DEVICE).half()
+        crowd = norm.rms_norm(x, weight, 1e-5)
+        for row in (0, 1, 8):
+            assert torch.equal(norm.rms_norm(x[row : row + 1], weight, 1e-5)[0], crowd[row])
+
     def test_experts(self) -> None:
         from fd_cuda.kernels import experts
 
@@ -127,6 +138,18 @@ class TestBatchInvariance:
         for rows in self.ROWS:
             alone = experts.moe_experts(x[:rows], ids[:rows], weights[:rows], gate_up, down)
             assert torch.equal(alone, crowd[:rows]), f"{rows} rows"
+
+
+def test_norms_of_rows_that_share_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fd_cuda.kernels import norm
+
+    monkeypatch.setattr(norm, "_MANY", 8)
+    torch.manual_seed(0)
+    x = torch.randn(11, 1000, device=DEVICE).half()
+    weight = torch.randn(1000, device=DEVICE).half()
+    wanted = torch.nn.functional.rms_norm(x.double(), (1000,), weight.double(), 1e-5)
+    found = norm.rms_norm(x, weight, 1e-5).double()
+    assert ((found - wanted).norm(dim=1) < 1e-3 * wanted.norm(dim=1)).all()
 
 
 @pytest.mark.parametrize(("rows", "experts"), [(17, 100), (130, 384), (70, 512), (520, 8)])

@@ -9,13 +9,23 @@ from typing import Any, ClassVar
 import pytest
 import state_steps
 import torch
+import triton
+import triton.language as tl
 from fastdeploy_core.contracts.attention import StateQuestion, StateSpec
 
 from fastdeploy_testing.conformance.test_state import StateConformance
 from fd_cuda.attention.question import why_not_state
+from fd_cuda.kernels.common import options
 from fd_cuda.states.driver import CudaStates
+from fd_cuda.states.recurrence import inverse
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WIDEST = [
+    StateSpec("delta", 2, 1, 256, 256, (256, 256, 512), 4, "bfloat16"),
+    StateSpec("channel_delta", 2, 2, 256, 256, (512, 512, 512), 4, "bfloat16"),
+    StateSpec("space", 4, 1, 256, 64, (256, 256, 256), 4, "bfloat16"),
+    StateSpec("delta", 2, 2, 192, 96, (384, 384, 192), 4, "float16"),
+]
 
 
 class TestStates(StateConformance):
@@ -39,6 +49,15 @@ class TestStates(StateConformance):
     @classmethod
     def driver(cls) -> Any:
         return CudaStates
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="16-bit products are a GPU's")
+class TestWidestStates(TestStates):
+    """Few chunks of these are loaded ahead, and with one alone compiled products were wrong."""
+
+    @pytest.fixture(params=WIDEST, ids=str)
+    def spec(self, request: pytest.FixtureRequest, dtype: str) -> StateSpec:
+        return replace(request.param, dtype=dtype)
 
 
 @pytest.mark.parametrize("spec", state_steps.SPECS, ids=str)
@@ -78,6 +97,24 @@ def test_a_prompt_cut_at_multiples_of_a_chunk_gives_the_same_bits(spec: StateSpe
         found.append([torch.cat(parts), *(tensor[1].clone() for tensor in whole.cache)])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@triton.jit
+def invert(lower, found, PDL: tl.constexpr):
+    i = tl.arange(0, 64)
+    places = i[:, None] * 64 + i[None, :]
+    tl.store(found + places, inverse(tl.load(lower + places), 64))
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_inverses_of_chunks_are_exact_where_keys_repeat(repeats: bool) -> None:
+    """Pairs of equal keys are all 1, whose powers are large: sums of those would cancel digits."""
+    torch.manual_seed(0)
+    lower = (torch.ones(64, 64) if repeats else torch.rand(64, 64)).tril(-1).to(DEVICE)
+    found = torch.empty_like(lower)
+    invert[(1,)](lower, found, **options(num_warps=4))
+    wanted = torch.linalg.inv((torch.eye(64, device=DEVICE) + lower).double())
+    assert (found.double() - wanted).norm() < 1e-5 * wanted.norm()
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,10 @@ from .literals import Literals
 # Between JSON tokens a weak model may emit blanks for ever; indentation needs only a few.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,48}"
 
+# An end before the line break that ends the text, as FastDeploy 2.x's documents print it: to
+# Python's and other libraries it is true there, llguidance refuses it.
+_LINE_END = re.compile(r"(?<!\\)\$(?=(\\n|\n)$)")
+
 _SCHEMA_KEYS = ("items", "additionalItems", "contains", "propertyNames", "if", "then", "else")
 _LIST_KEYS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAP_KEYS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -48,7 +52,7 @@ def to_grammar(
     if kind == "json_object":
         return _json_grammar({"type": "object"}, options)
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(source)
+        return LLMatcher.grammar_from_regex(_LINE_END.sub("", source))
     if kind == "choice":
         choices = json.loads(source)
         return LLMatcher.grammar_from_lark(

@@ -198,6 +198,7 @@ def test_regex_choice_and_grammars_are_obeyed(
     choices = ["Beijing", 'the "other" one', "北京"]
     for params, ok in [
         (StructuredOutputsParams(regex=r"^[A-Z]{2,3}/\d{2}$"), r"[A-Z]{2,3}/\d{2}"),
+        (StructuredOutputsParams(regex=r"^w\.[a-c]{1,3}\$\/?$\n"), r"w\.[a-c]{1,3}\$/?\n"),
         (StructuredOutputsParams(grammar=gbnf), r"yes|no \d+(\.\d{1,3})?"),
         (StructuredOutputsParams(grammar=lark), r"<[a-f]{1,3}(,[a-f]{1,3})*>"),
         (StructuredOutputsParams(choice=choices), "|".join(re.escape(c) for c in choices)),

@@ -227,7 +227,7 @@ def test_nothing_is_left_of_a_launch_that_was_killed(command: Callable[..., Comm
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--max-num-seq", "4"), "did you mean --max-num-seqs"),
+        (("--max-num-sqes", "4"), "did you mean --max-num-seqs"),
         (("--device", "nowhere"), "nowhere"),
         (("--reasoning-parser", "nope"), "no reasoning parser 'nope'"),
         (("--load-format", "dummy", "--max-model-len", "9999999"), "9999999"),

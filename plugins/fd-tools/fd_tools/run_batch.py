@@ -9,11 +9,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shutil
+import tempfile
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 from fastdeploy_core.cli.parsing import parse_table
 from fastdeploy_core.config.argument_values import of_scope
@@ -26,6 +31,7 @@ URLS = (
     *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/v1/reward"),
     "/v1/chat/reward",
 )
+TIMEOUT_S = 60.0  # of a file behind a URL, without a byte
 IN_FLIGHT_PER_SEQ = 2  # enough to keep the batch full while answers are written
 
 
@@ -38,7 +44,22 @@ def main(argv: Sequence[str]) -> int:
         ("engine", "server"),
         _own_arguments,
     )
+    if own.output_tmp_dir is not None and not Path(own.output_tmp_dir).is_dir():
+        raise ConfigError(f"--output-tmp-dir {own.output_tmp_dir!r} is not a folder")
     source, target = Path(own.input_file), Path(own.output_file)
+    with tempfile.TemporaryDirectory(dir=own.output_tmp_dir, prefix="fd-batch-") as folder:
+        if _is_url(own.input_file):
+            _download(own.input_file, source := Path(folder, "requests.jsonl"))
+        if _is_url(own.output_file):
+            target = Path(folder, "answers.jsonl")
+        num_errors = _answer_batch(values, source, target)
+        if _is_url(own.output_file):
+            _upload(target, own.output_file)
+    return 1 if num_errors else 0
+
+
+def _answer_batch(values: Mapping[str, Any], source: Path, target: Path) -> int:
+    """How many answers have an error."""
     if not source.is_file():
         raise ConfigError(f"input file {str(source)!r} does not exist")
     if not target.parent.is_dir():
@@ -55,13 +76,21 @@ def main(argv: Sequence[str]) -> int:
     server = replace(server, api_keys=(), allowed_hosts=(), max_concurrency=max(limit, 512))
     num_lines, num_errors = asyncio.run(_answer_file(source, target, engine, server, limit))
     print(f"{num_lines} requests, {num_errors} with an error, written to {target}")
-    return 1 if num_errors else 0
+    return num_errors
 
 
 def _own_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("files")
-    group.add_argument("-i", "--input-file", required=True, metavar="FILE", help="requests, JSONL")
-    group.add_argument("-o", "--output-file", required=True, metavar="FILE", help="answers, JSONL")
+    group.add_argument(
+        "-i", "--input-file", required=True, metavar="FILE", help="requests, JSONL; or a URL"
+    )
+    group.add_argument(
+        *("-o", "--output-file"),
+        required=True,
+        metavar="FILE",
+        help="answers, JSONL; or a URL that takes PUT",
+    )
+    group.add_argument("--output-tmp-dir", metavar="DIR", help="where files of URLs are meanwhile")
 
 
 async def _answer_file(
@@ -153,3 +182,38 @@ def _line(custom_id: Any, response: Any, error: Any) -> dict[str, Any]:
         "response": response,
         "error": error,
     }
+
+
+# -- files behind http(s) --------------------------------------------------------------------------
+
+
+def _is_url(name: str) -> bool:
+    """Whether it is not the name of a file here."""
+    return name.startswith(("http://", "https://"))
+
+
+def _download(url: str, target: Path) -> None:
+    """Write what is behind the URL into the file; ConfigError if that cannot be had."""
+    try:
+        with urlopen(url, timeout=TIMEOUT_S) as answer, target.open("wb") as file:  # noqa: S310
+            shutil.copyfileobj(answer, file)
+    except (OSError, HTTPException) as error:
+        raise ConfigError(f"{_shown(url)} cannot be read: {error}") from None
+
+
+def _upload(source: Path, url: str) -> None:
+    """Put the file there. If it is not taken, ConfigError says where a copy is kept."""
+    size = {"Content-Length": str(source.stat().st_size)}
+    try:
+        with source.open("rb") as file:
+            request = Request(url, file, size, method="PUT")  # noqa: S310
+            urlopen(request, timeout=TIMEOUT_S).close()  # noqa: S310
+    except (OSError, HTTPException) as error:
+        kept = shutil.copy(source, tempfile.mkdtemp(prefix="fd-batch-"))
+        raise ConfigError(f"{_shown(url)} takes no PUT: {error}; it is kept as {kept}") from None
+
+
+def _shown(url: str) -> str:
+    """Without a password, and a query, which may be a signature."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -29,7 +29,7 @@ from .patches import PatchRule, as_rgb, patches_of, target_size
 from .video import VideoRule
 
 HEADER = struct.Struct(">I")
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 # Of a JPEG, each of which passes over the whole picture; encoders make up to about ten. MPO has
 # several pictures.
 MAX_SCANS, SCAN = 50, b"\xff\xda"

@@ -360,7 +360,26 @@ def image_rule(config: Mapping[str, Any], folder: Path, *, enlarges: bool = Fals
     patch, merge = ((vision or {}).get(name) for name in ("patch_size", "spatial_merge_size"))
     if not (isinstance(patch, int) and isinstance(merge, int) and patch > 0 and merge > 0):
         raise ConfigError(f"vision_config of {folder} lacks patch_size or spatial_merge_size")
-    return read_image_rule(folder, patch, merge, enlarges=enlarges)
+    rule = read_image_rule(folder, patch, merge, enlarges=enlarges)
+    return _as_served(rule, config.get("mm_processor_kwargs") or {})
+
+
+def _as_served(rule: PatchRule, asked: Mapping[str, Any]) -> PatchRule:
+    """The rule as the operator wants it (--mm-processor-kwargs), in vLLM's or FastDeploy 2.x's
+    names."""
+    pixels = {name.removeprefix("image_"): value for name, value in asked.items()}
+    for name, value in pixels.items():
+        if name not in ("min_pixels", "max_pixels") or type(value) is not int or value <= 0:
+            raise ConfigError(
+                f"--mm-processor-kwargs has {name}={value!r:.60}; possible: numbers above 0 as "
+                "min_pixels and max_pixels of pictures; requests choose the frames of videos"
+            )
+    rule = msgspec.structs.replace(rule, **pixels)
+    if rule.min_pixels > rule.max_pixels:
+        raise ConfigError(
+            f"--mm-processor-kwargs leaves pixels from {rule.min_pixels} to {rule.max_pixels}"
+        )
+    return rule
 
 
 def digest_of(source: Source, identity: str, salt: str) -> bytes:

@@ -175,7 +175,6 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "an animated png": (
         encoded(FRAMES[0], "PNG", save_all=True, append_images=FRAMES[1:]), "animated"
     ),
-    "bmp": (encoded(picture(20, 20, 1), "BMP"), "no picture in a known format"),
     "tiff": (encoded(picture(20, 20, 1), "TIFF"), "no picture in a known format"),
     "jpeg 2000 by its signature": (b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(64), "no picture"),
 }  # fmt: skip
@@ -451,6 +450,12 @@ def test_exif_turns_a_picture_before_it_is_measured(turn: int) -> None:
 def test_metadata_that_cannot_be_read_turns_nothing(kind: str, exif: bytes) -> None:
     base = picture(60, 40, 3)
     assert (decoded(encoded(base, kind, exif=exif)) == decoded(encoded(base, kind))).all()
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA"])
+def test_a_bitmap_is_the_picture_that_was_saved(mode: str) -> None:
+    base = picture(61, 40, 3).convert(mode)
+    assert (decoded(encoded(base, "BMP")) == decoded(encoded(base))).all()
 
 
 def test_of_what_a_camera_keeps_in_a_jpeg_the_picture_is_shown() -> None:

@@ -32,6 +32,7 @@ FILES = {
     "jpeg": encoded(LARGE, "JPEG"), "progressive jpeg": encoded(LARGE, "JPEG", progressive=True),
     "cmyk jpeg": encoded(LARGE.convert("CMYK"), "JPEG"), "webp": encoded(LARGE, "WEBP"),
     "lossless webp": encoded(LARGE, "WEBP", lossless=True), "gif": encoded(LARGE, "GIF"),
+    "bmp": encoded(LARGE, "BMP"),
 }  # fmt: skip
 
 

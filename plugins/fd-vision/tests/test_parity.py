@@ -14,6 +14,7 @@ import torch
 from fd_vision import ernie4_5_vl
 from fd_vision.patches import as_rgb, patches_of, read_image_rule, target_size
 from fd_vision.positions import Run, three_axes
+from fd_vision.processor import image_rule
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, Oracle, make, picture, prompt_of, runner_of
@@ -342,6 +343,18 @@ def test_sizes_follow_the_rule_at_its_edges(folder: Path) -> None:
         w, h = target_size(width, height, rule)
         assert w % 28 == h % 28 == 0
     assert Image.Resampling.BICUBIC == 3
+
+
+def test_the_operator_sets_pixels_above_those_of_the_files(folder: Path) -> None:
+    own = read_image_rule(folder, 14, 2)
+    config = {"vision_config": {"patch_size": 14, "spatial_merge_size": 2}}
+    most = own.max_pixels * 4
+    for name in ("max_pixels", "image_max_pixels"):
+        served = image_rule(config | {"mm_processor_kwargs": {name: most}}, folder)
+        assert (served.min_pixels, served.max_pixels) == (own.min_pixels, most)
+    for wrong in ({"max_pixels": 0}, {"fps": 2}, {"max_pixels": own.min_pixels - 1}):
+        with pytest.raises(ConfigError, match="--mm-processor-kwargs"):
+            image_rule(config | {"mm_processor_kwargs": wrong}, folder)
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -9,16 +9,26 @@ from pydantic import Field, field_validator, model_validator
 
 from fastdeploy_core.errors import InvalidRequest
 
-from .common import MAX_TOKEN_IDS, SamplingFields
+from .common import MAX_TOKEN_IDS, ApiModel, SamplingFields
 
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TOOL_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
-# FastDeploy 2.x read template switches from `metadata`; these are still read there.
+# FastDeploy 2.x read template switches from `metadata` and the body; these are still read there.
 _METADATA_KWARGS = ("enable_thinking", "thinking_mode")
 
-ToolChoice = Literal["none", "auto", "required"]
+
+class _Allowed(ApiModel):
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]] = Field(min_length=1)
+
+
+class AllowedTools(ApiModel):
+    """A tool_choice that shows the model some of the tools only."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: _Allowed
 
 
 class ChatCompletionRequest(SamplingFields):
@@ -30,8 +40,11 @@ class ChatCompletionRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=-1)
     tools: list[dict[str, Any]] | None = None
-    tool_choice: ToolChoice | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | AllowedTools | dict[str, Any] | None = Field(
+        default=None, union_mode="left_to_right"
+    )
     parallel_tool_calls: bool | None = None
+    enable_thinking: bool | None = None
     reasoning_effort: str | None = Field(default=None, max_length=32)
     include_reasoning: bool | None = None
     chat_template: str | None = None
@@ -101,28 +114,22 @@ class ChatCompletionRequest(SamplingFields):
             return
         if not self.tools:
             raise InvalidRequest("tool_choice needs tools", param="tool_choice")
-        if isinstance(choice, dict):
-            name = self.named_tool()
-            known = [tool["function"]["name"] for tool in self.tools]
-            if name not in known:
-                raise InvalidRequest(
-                    f"tool_choice names {name!r:.80}; tools has {', '.join(known)[:200]}",
-                    param="tool_choice",
-                )
+        if isinstance(choice, str):
+            return
+        allowed = choice.allowed_tools.tools if isinstance(choice, AllowedTools) else [choice]
+        shown, names = [_named(tool) for tool in allowed], [_named(tool) for tool in self.tools]
+        if wrong := [name for name in shown if name not in names]:
+            raise InvalidRequest(
+                f"tool_choice names {wrong[0]!r:.80}; tools has {', '.join(names)[:200]}",
+                param="tool_choice",
+            )
+        if isinstance(choice, AllowedTools):
+            self.tools = [tool for tool in self.tools if _named(tool) in shown]
+            self.tool_choice = choice.allowed_tools.mode
 
     def named_tool(self) -> str | None:
         """The one function that tool_choice names."""
-        if not isinstance(self.tool_choice, dict):
-            return None
-        function = self.tool_choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if self.tool_choice.get("type", "function") != "function" or not isinstance(name, str):
-            raise InvalidRequest(
-                'tool_choice must be none, auto, required or {"type": "function", "function": '
-                '{"name": ...}}',
-                param="tool_choice",
-            )
-        return name
+        return _named(self.tool_choice) if isinstance(self.tool_choice, dict) else None
 
     def echoed(self, role: str) -> str:
         """What stands before the answer with `echo`: the last message, if it is of this role."""
@@ -142,8 +149,8 @@ class ChatCompletionRequest(SamplingFields):
 
     def template_kwargs(self, defaults: dict[str, Any]) -> dict[str, Any]:
         """Values for the chat template: the server's defaults, then the request's."""
-        given = (self.metadata or {}).items()
-        kwargs = {**defaults, **{name: value for name, value in given if name in _METADATA_KWARGS}}
+        given = {"enable_thinking": self.enable_thinking, **(self.metadata or {})}
+        kwargs = {**defaults, **{n: given[n] for n in _METADATA_KWARGS if given.get(n) is not None}}
         if self.reasoning_effort is not None:
             kwargs["reasoning_effort"] = self.reasoning_effort
         kwargs.update(self.chat_template_kwargs or {})
@@ -167,6 +174,18 @@ class ChatCompletionRequest(SamplingFields):
         return None
 
 
+def _named(choice: Any) -> str:
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice.get("type", "function") != "function" or not isinstance(name, str):
+        raise InvalidRequest(
+            'tool_choice must be none, auto, required, {"type": "function", "function": {"name": '
+            '...}} or {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}',
+            param="tool_choice",
+        )
+    return name
+
+
 def _check_message(message: Any, where: str) -> None:
     if not isinstance(message, dict):
         raise InvalidRequest(f"{where} must be an object", param=where)
@@ -176,7 +195,8 @@ def _check_message(message: Any, where: str) -> None:
             f"{where}.role is {role!r:.40}; possible: {', '.join(ROLES)}", param=f"{where}.role"
         )
     content = message.get("content")
-    if not isinstance(content, str | list) and (content is not None or role != "assistant"):
+    possible = str | list | dict if role == "tool" else str | list
+    if not isinstance(content, possible) and (content is not None or role != "assistant"):
         raise InvalidRequest(
             f"{where}.content must be text or a list of parts", param=f"{where}.content"
         )

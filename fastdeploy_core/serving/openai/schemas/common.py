@@ -121,7 +121,7 @@ class SamplingFields(ApiModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     bad_words: list[str] | None = None
-    bad_words_token_ids: list[list[int]] | None = None
+    bad_words_token_ids: list[int | list[int]] | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = Field(default=None, max_length=MAX_ALLOWED_TOKEN_IDS)
     prompt_logprobs: bool | int | None = None
@@ -214,12 +214,9 @@ class SamplingFields(ApiModel):
         """The one constraint on the answer, in whichever spelling it was given."""
         found: list[dict[str, Any]] = []
         if self.structured_outputs is not None:
-            given = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
-            found.append(given)
+            found.append(self.structured_outputs.model_dump(by_alias=True, exclude_none=True))
         given = self.model_dump(include={*_CONSTRAINTS}, exclude_none=True)
-        if guided := {
-            _CONSTRAINTS[name]: value for name, value in given.items() if value is not False
-        }:
+        if guided := {_CONSTRAINTS[n]: value for n, value in given.items() if value is not False}:
             found.append(guided)
         if self.response_format is not None and (asked := _from_format(self.response_format)):
             found.append(asked)

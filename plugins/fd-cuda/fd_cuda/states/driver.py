@@ -6,7 +6,7 @@ that steps of them alone can be captured; longer ones (prompts) are computed in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,11 +50,14 @@ class Launch:
 
 
 STEP = Launch(4096, 4)
-# By kind; float32. With eight warps Triton 3.6 compiles "space" to accesses beyond shared memory.
 _DELTAS = ("delta", "channel_delta")
-SCAN = {"space": Launch(4096, 4, 2)} | dict.fromkeys(_DELTAS, Launch(4096, 8, 2))
-SCAN_FLOAT32 = {"space": Launch(2048, 4)} | dict.fromkeys(_DELTAS, Launch(2048, 8))
-WITHIN_WARPS = 8
+# By kind; float32. With eight warps Triton 3.6 compiles "space" to accesses beyond shared memory.
+SCAN = {"space": Launch(4096, 4, 2)} | dict.fromkeys(_DELTAS, Launch(4096, 4, 3))
+SCAN_FLOAT32 = {"space": Launch(2048, 4)} | dict.fromkeys(_DELTAS, Launch(2048, 4, 2))
+_SPARE = 8 * 1024  # bytes of shared memory besides what is loaded ahead
+# Four programs of four warps a multiprocessor are worth what few registers cost.
+WITHIN = {"num_warps": 4, "maxnreg": 168}
+WITHIN_BY_CHANNEL = {"num_warps": 8}
 _PART = 16  # tokens of a chunk among which products of "channel_delta" are taken column by column
 
 
@@ -98,6 +101,22 @@ class CudaStates:
             **parts,
         }
         self._kind = {"DELTA": self._is_delta, "CHANNELS": self._by_channel}
+        self.scan = replace(self.scan, num_stages=self._stages(device.device))
+
+    def _stages(self, device: Any) -> int:
+        """Chunks that scan_chunks loads ahead: as many as fit."""
+        shared, least = 99 * 1024, 1
+        if torch.device(device).type == "cuda":
+            properties: Any = torch.cuda.get_device_properties(device)
+            shared = properties.shared_memory_per_block_optin
+            # With one, Triton 3.6 compiles 16-bit products for Hopper to wrong results (relative
+            # errors of 0.9, bfloat16, measured). Two fit there for all states that are served.
+            least = 2 if properties.major >= 9 and self.spec.dtype != "float32" else 1
+        size = 4 if self.spec.dtype == "float32" else 2
+        loaded = (2 + self._is_delta) * self._key_pad
+        loaded += self.scan.values(self._key_pad, self._value_pad) + CHUNK
+        row = size * loaded + 4 * self._key_pad * self._by_channel
+        return max(least, min(self.scan.num_stages, (shared - _SPARE) // (CHUNK * row)))
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
         """The state, [num_blocks, num_heads, key_dim, value_dim], and the convolution's last
@@ -273,17 +292,17 @@ class CudaStates:
             read = x.new_empty((tokens, heads, spec.key_dim))
         grid, gates = (chunks.shape[0], heads), (weights.decay, weights.dt_bias)
         sizes = {**self._shape, "CHUNK": CHUNK, "VALUE_PAD": self._value_pad}
-        options = launch_options(num_warps=8)
         if not self._by_channel:
             within_chunks[grid](
                 *(x, dt, beta, *gates, inner, wanted, read, *of_rows),
                 *(x.stride(0), dt.stride(0), 0 if beta is None else beta.stride(0)),
                 **sizes,
                 DELTA=self._is_delta,
-                **launch_options(num_warps=WITHIN_WARPS),
+                **launch_options(**WITHIN),
             )
             return inner, wanted, read, None
         sums = x.new_empty((tokens, heads, spec.key_dim), dtype=torch.float32)
+        options = launch_options(**WITHIN_BY_CHANNEL)
         sum_decays[grid](
             *(dt, *gates, sums, *of_rows, dt.stride(0)),
             HEADS=heads,

@@ -159,19 +159,48 @@ def step_states(
 
 
 @triton.jit
+def quarters(x, SIZE: tl.constexpr):
+    """Of a batch of squares of twice SIZE: top left, bottom left, bottom right."""
+    x = tl.reshape(x, [x.shape[0], 2, SIZE, 2, SIZE])
+    left, right = tl.split(tl.permute(x, (0, 2, 4, 1, 3)))
+    top, bottom = tl.split(left)
+    _, corner = tl.split(right)
+    return top, bottom, corner
+
+
+@triton.jit
+def joined(top, bottom, corner, SIZE: tl.constexpr):
+    """The squares of such quarters; what is right of the top is 0."""
+    x = tl.join(tl.join(top, bottom), tl.join(tl.zeros_like(top), corner))
+    return tl.reshape(tl.permute(x, (0, 3, 1, 4, 2)), [top.shape[0], 2 * SIZE, 2 * SIZE])
+
+
+@triton.jit
 def inverse(lower, CHUNK: tl.constexpr):
     """(1 + lower)^-1; lower, 64 by 64, is zero on and above its diagonal. The inverses of blocks of
     twice the size come from those of half the size, which is as stable as one row after the
-    other."""
-    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    other: within blocks of 16 by masks, and from there by products of blocks alone."""
+    top, beside_32, corner = quarters(tl.reshape(lower, [1, CHUNK, CHUNK]), 32)
+    x = tl.reshape(tl.permute(tl.join(top, corner), (0, 3, 1, 2)), [2, 32, 32])
+    top, beside_16, corner = quarters(x, 16)
+    small = tl.reshape(tl.permute(tl.join(top, corner), (0, 3, 1, 2)), [4, 16, 16])
+    i, j = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
     pairs = (i % 2 == 1) & (j == i - 1)
-    found = tl.where(i == j, 1.0, 0.0) - tl.where(pairs, lower, 0.0)
-    for level in tl.static_range(1, 6):
+    found = tl.where(i == j, 1.0, 0.0) - tl.where(pairs, small, 0.0)
+    for level in tl.static_range(1, 4):
         size = 2**level
         beside = (i // size % 2 == 1) & (j // size == i // size - 1)
-        part = product(tl.where(beside, lower, 0.0), found, None)
+        part = product(tl.where(beside, small, 0.0), found, None)
         found = found - product(found, part, None)
-    return found
+    first, second = tl.split(tl.permute(tl.reshape(found, [2, 2, 16, 16]), (0, 2, 3, 1)))
+    below = -product(second, product(beside_16, first, None), None)
+    x = joined(first, below, second, 16)
+    first, second = tl.split(tl.permute(tl.reshape(x, [1, 2, 32, 32]), (0, 2, 3, 1)))
+    # As matrices, not as batches of one: all warps would hold all of those.
+    left, right = tl.reshape(second, [32, 32]), tl.reshape(first, [32, 32])
+    part = product(tl.reshape(beside_32, [32, 32]), right, None)
+    below = tl.reshape(-product(left, part, None), [1, 32, 32])
+    return tl.reshape(joined(first, below, second, 32), [CHUNK, CHUNK])
 
 
 @triton.jit(do_not_specialize_on_alignment=["chunks"])
