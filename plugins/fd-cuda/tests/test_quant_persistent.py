@@ -87,7 +87,8 @@ def test_product(case: Case) -> None:
         ("wfp8", 0, 12, 16),
         ("w8a8", 0, 12, 16),
         ("wfp8afp8", 0, 12, 16),
-        ("wint4", 0, 150, 160),  # of a block of one row, 96 are computed
+        ("wint4", 0, 120, 160),  # of a block of one row, 32 are brought and 96 are computed
+        ("wint4_zp", 64, 100, 128),
     ],
 )
 def test_experts_pair_gate_and_up(name: str, group: int, tokens: int, block: int) -> None:
