@@ -46,6 +46,7 @@ _SOME_ROWS: Final = 256
 _MANY_ROWS: Final = 1024
 # Rows of a tile of quant_persistent.cu, and what a tile costs besides, in rows.
 _TILES: Final = (64, 128, 256)
+_WIDE_TILES: Final = (128, 160, 256)  # where weights are unpacked in registers
 TILE_ENDS: Final = 60
 # Turns of 128 inputs from which cuBLAS is faster with scales of blocks than tiles of 128 outputs,
 # in large layers.
@@ -257,16 +258,33 @@ def _pipe_shape(slabs: Slabs, rows: int) -> Pipe | Persistent | None:
     if (size or rows > _MANY_ROWS) and slabs.num_turns >= 48 and fills(count, rows):
         split = _parts(across * -(-rows // 256), 1.0, 2)
         return Pipe(256, 2, split, stages) if split > 1 else persistent(256, slabs.kind)
-    if size != 1:
+    if not size:
+        return _own_shape(slabs, rows)
+    if size > 1:
         return None
     if slabs.num_turns < 48 and not (slabs.kind == INT4 and _SOME_ROWS < rows <= 512):
-        tile = _busy_tile(slabs, rows, _TILES[1:])
+        tile = _busy_tile(slabs, rows, _WIDE_TILES)
         if tile is not None:
             return persistent(tile, slabs.kind)
     if rows > 512:
         return None
     groups = 2 if rows <= _SOME_ROWS else 3
     return Pipe(128, groups, _parts(-(-count // (4 * groups)) * -(-rows // 128), 1.0, 2), 7)
+
+
+def _own_shape(slabs: Slabs, rows: int) -> Persistent | None:
+    """int8 weights of layers of less than 4096 outputs by quant_persistent.cu, where one round of
+    tiles of 64 outputs, or large tiles, keep the GPU busy. None elsewhere."""
+    narrow = -(-slabs.num_slabs // 4) * -(-rows // 128)
+    if slabs.kind != INT8 or rows > 2 * _MANY_ROWS:
+        return None
+    if rows <= _SOME_ROWS:
+        is_busy = 0.6 * num_processors() <= narrow <= num_processors()
+        return persistent(128, INT8, 1) if is_busy else None
+    tile = min(_WIDE_TILES, key=lambda tile: _taken(slabs, rows, tile))
+    useful = slabs.num_slabs / 8 * rows / num_processors()  # rows of one multiprocessor
+    is_busy = rows > 512 and useful >= 0.6 * _taken(slabs, rows, tile)
+    return persistent(tile, INT8) if is_busy else None
 
 
 def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
@@ -285,15 +303,17 @@ def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
 def _busy_tile(slabs: Slabs, rows: int, sizes: tuple[int, ...]) -> int | None:
     """The tile of these rows with which quant_persistent.cu is done first; None where it leaves the
     GPU idle."""
+    best = min(sizes, key=lambda tile: _taken(slabs, rows, tile))
+    return best if _tiles(slabs, rows, best) >= 0.6 * num_processors() else None
 
-    def tiles(tile: int) -> int:
-        return -(-slabs.num_slabs // 8) * -(-rows // tile)
 
-    def taken(tile: int) -> int:
-        return -(-tiles(tile) // num_processors()) * (tile + TILE_ENDS)
+def _tiles(slabs: Slabs, rows: int, tile: int) -> int:
+    return -(-slabs.num_slabs // 8) * -(-rows // tile)
 
-    best = min(sizes, key=taken)
-    return best if tiles(best) >= 0.6 * num_processors() else None
+
+def _taken(slabs: Slabs, rows: int, tile: int) -> int:
+    """What tiles of so many rows take, in rows of one multiprocessor."""
+    return -(-_tiles(slabs, rows, tile) // num_processors()) * (tile + TILE_ENDS)
 
 
 def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:

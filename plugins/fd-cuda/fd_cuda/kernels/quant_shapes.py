@@ -297,10 +297,10 @@ def boxes(shape: Persistent, kind: int) -> tuple[int, int]:
     return (3, more) if more <= MOST_DYNAMIC else (2, shared)
 
 
-def persistent(rows: int, kind: int) -> Persistent:
+def persistent(rows: int, kind: int, groups: int = 2) -> Persistent:
     """With as many turns ahead, to eight, as there is shared memory for."""
     for stages in range(8, 2, -1):
-        shape = Persistent(rows, stages)
+        shape = Persistent(rows, stages, groups)
         if persistent_shared(shape, kind) <= MOST_DYNAMIC:
             return shape
     raise ValueError(f"no three turns of {rows} rows find a place in {MOST_DYNAMIC} bytes")
