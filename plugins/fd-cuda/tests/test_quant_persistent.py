@@ -89,7 +89,7 @@ def test_product(case: Case) -> None:
         ("wfp8", 0, 12, 16),
         ("w8a8", 0, 12, 16),
         ("wfp8afp8", 0, 12, 16),
-        ("wint4", 0, 120, 160),  # of a block of one row, 32 are brought and 96 are computed
+        ("wint4", 0, 120, 160),  # of a block of one row, 32 are brought and 64 are computed
         ("wint4_zp", 64, 100, 128),
     ],
 )

@@ -8,8 +8,8 @@
 // GROUPED: blocks of rows have an expert each, and x lies in their order; `slots` says where rows of y go, without it they
 // lie like those of x. PAIRED: the first eight of a warp's 16 outputs are gates, the others what belongs to them.
 // BOXES: the copy engine stores results, BOX_ROWS rows of a group's 64 outputs at a time, while the next tile is multiplied;
-// for so many such pieces a group has room, or 0: warps store. Of an expert's block as many BOX_ROWS rows are
-// brought as have somebody, and FEWER are computed where it has no more.
+// for so many such pieces a group has room, or 0: warps store. Of an expert's block as many times BOX_ROWS rows are brought
+// as it has, and FEWER are computed where it has no more.
 // A row of x comes out the same whatever M is.
 
 #include "common.cuh"
@@ -24,7 +24,7 @@
 #define BOX (GROUPED ? BOX_ROWS : BN)
 #include "tiles.cuh"
 
-#define FEWER (!GROUPED || BY_ROWS || BN < 128 ? BN : BN == 128 ? 64 : 96)
+#define FEWER (GROUPED && !BY_ROWS && BN >= 128 ? 64 : BN)
 
 #define PIECE 64  // rows that a warp stores at a time
 #define ROOM (BOXES ? BOXES * BOX_ROWS * 128 : 4 * PIECE * 32)  // of a group, for what it is about to store
@@ -37,14 +37,10 @@ __device__ __forceinline__ void multiply_rows(float* d, const u32* a, u64 b) {
   if constexpr (rows == BN)
     asm volatile("wgmma.mma_async.sync.aligned." SIZE "k16.f32." TYPE "." TYPE " " D_LIST ", " ONE_SHARED ", 1, 1, 1, 0;"
                  : D_REGS("+f", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#if FEWER == 64
+#if FEWER < BN
   else
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" D32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
                  : R32("+f", d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#elif FEWER < BN
-  else
-    asm volatile("wgmma.mma_async.sync.aligned.m64n96k16.f32." TYPE "." TYPE " {" D48 "}, {%48,%49,%50,%51}, %52, 1, 1, 1, 0;"
-                 : R32("+f", d, 0), R16("+f", d, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #endif
 }
 #endif
