@@ -76,7 +76,8 @@ def test_products_of_many_rows(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("few", [0, 8192])
 @pytest.mark.parametrize(
-    ("num_slots", "count", "rows"), [(4100, 66, 128), (700, 5, 16), (3, 8, 64), (500, 5, 80)]
+    ("num_slots", "count", "rows"),
+    [(4100, 66, 128), (700, 5, 16), (3, 8, 64), (500, 5, 80), (300, 130, 16)],
 )
 def test_an_order_has_every_slot_once(
     num_slots: int, count: int, rows: int, few: int, monkeypatch: pytest.MonkeyPatch
@@ -98,6 +99,11 @@ def test_an_order_has_every_slot_once(
     for block, expert in enumerate(order.experts.tolist()):
         own: Any = slots[block][slots[block] < num_slots]
         assert expert < 0 or set(ids.cpu()[own, 0].tolist()) == {expert}
+    if few or count <= 128:
+        counts = torch.bincount(ids.cpu()[wanted, 0], minlength=count)
+        there = order.experts.cpu()
+        held = counts[there[there >= 0]]
+        assert (held[:-1] >= held[1:]).all(), "an expert with more rows stands behind another"
 
 
 def test_large_batches_take_the_kernels_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:

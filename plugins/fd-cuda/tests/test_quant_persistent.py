@@ -76,6 +76,8 @@ def test_product(case: Case) -> None:
     for _ in range(20 if HAS_GPU else 1):
         got = persistent_product(persistent(tile, slabs.kind), x, scales, slabs, bias, dtype)
         check(got, expected, dtype)
+    narrow = persistent(tile, slabs.kind, 1)
+    check(persistent_product(narrow, x, scales, slabs, bias, dtype), expected, dtype)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,8 @@ def test_product(case: Case) -> None:
         ("wfp8", 0, 12, 16),
         ("w8a8", 0, 12, 16),
         ("wfp8afp8", 0, 12, 16),
-        ("wint4", 0, 150, 160),  # of a block of one row, 96 are computed
+        ("wint4", 0, 120, 160),  # of a block of one row, 32 are brought and 64 are computed
+        ("wint4_zp", 64, 100, 128),
     ],
 )
 def test_experts_pair_gate_and_up(name: str, group: int, tokens: int, block: int) -> None:
@@ -198,6 +201,10 @@ def test_experts_of_many_rows_have_hardly_more_blocks_than_rows_fill() -> None:
         (INT4, 6144, 1024, 1024, 128),
         (INT8, 4096, 1024, 200, 0),  # half of the multiprocessors would have no tile
         (INT8, 8192, 8192, 1024, 256),
+        (INT8, 6144, 2560, 1536, 160),
+        (INT8, 3584, 2560, 256, 128),  # tiles of 64 outputs
+        (INT8, 2560, 2560, 1280, 256),
+        (INT8, 3584, 2560, 1536, 0),  # a third round of tiles has hardly any
         (INT8_ROWS, 6144, 1024, 4096, 256),
         (INT8_ROWS, 1024, 3072, 512, 0),
     ],

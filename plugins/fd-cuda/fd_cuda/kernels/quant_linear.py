@@ -46,6 +46,7 @@ _SOME_ROWS: Final = 256
 _MANY_ROWS: Final = 1024
 # Rows of a tile of quant_persistent.cu, and what a tile costs besides, in rows.
 _TILES: Final = (64, 128, 256)
+_WIDE_TILES: Final = (128, 160, 256)  # where weights are unpacked in registers
 TILE_ENDS: Final = 60
 # Turns from which two blocks that divide them are faster than one round of whole tiles.
 _DIVIDED: Final = 72
@@ -257,7 +258,7 @@ def _pipe_shape(slabs: Slabs, rows: int) -> Pipe | Persistent | None:
         return None
     tile = None
     if size and (turns < _LONG if rows <= 512 else size == 1 and turns < 48):
-        tile = _busy_tile(slabs, rows, _TILES[1:])
+        tile = _busy_tile(slabs, rows, _WIDE_TILES)
     if tile is not None and 0 < rows % tile < tile // 4:
         tile = None  # a last tile of few rows takes longer than a full one
     if tile is not None and turns < _DIVIDED:
@@ -268,10 +269,27 @@ def _pipe_shape(slabs: Slabs, rows: int) -> Pipe | Persistent | None:
         return Pipe(256, 2, split, stages) if split > 1 else persistent(256, slabs.kind)
     if tile is not None:
         return persistent(tile, slabs.kind)
+    if not size:
+        return _own_shape(slabs, rows)
     if rows > (512 if size == 1 else 128):
         return None
     groups = 2 if rows <= _SOME_ROWS else 3
     return Pipe(128, groups, _parts(-(-count // (4 * groups)) * -(-rows // 128), 1.0, 2), 7)
+
+
+def _own_shape(slabs: Slabs, rows: int) -> Persistent | None:
+    """int8 weights of layers of less than 4096 outputs by quant_persistent.cu, where one round of
+    tiles of 64 outputs, or large tiles, keep the GPU busy. None elsewhere."""
+    narrow = -(-slabs.num_slabs // 4) * -(-rows // 128)
+    if slabs.kind != INT8 or rows > 2 * _MANY_ROWS:
+        return None
+    if rows <= _SOME_ROWS:
+        is_busy = 0.6 * num_processors() <= narrow <= num_processors()
+        return persistent(128, INT8, 1) if is_busy else None
+    tile = min(_WIDE_TILES, key=lambda tile: _taken(slabs, rows, tile))
+    useful = slabs.num_slabs / 8 * rows / num_processors()  # rows of one multiprocessor
+    is_busy = rows > 512 and useful >= 0.6 * _taken(slabs, rows, tile)
+    return persistent(tile, INT8) if is_busy else None
 
 
 def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
@@ -290,15 +308,17 @@ def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
 def _busy_tile(slabs: Slabs, rows: int, sizes: tuple[int, ...]) -> int | None:
     """The tile of these rows with which quant_persistent.cu is done first; None where it leaves the
     GPU idle."""
+    best = min(sizes, key=lambda tile: _taken(slabs, rows, tile))
+    return best if _tiles(slabs, rows, best) >= 0.6 * num_processors() else None
 
-    def tiles(tile: int) -> int:
-        return -(-slabs.num_slabs // 8) * -(-rows // tile)
 
-    def taken(tile: int) -> int:
-        return -(-tiles(tile) // num_processors()) * (tile + TILE_ENDS)
+def _tiles(slabs: Slabs, rows: int, tile: int) -> int:
+    return -(-slabs.num_slabs // 8) * -(-rows // tile)
 
-    best = min(sizes, key=taken)
-    return best if tiles(best) >= 0.6 * num_processors() else None
+
+def _taken(slabs: Slabs, rows: int, tile: int) -> int:
+    """What tiles of so many rows take, in rows of one multiprocessor."""
+    return -(-_tiles(slabs, rows, tile) // num_processors()) * (tile + TILE_ENDS)
 
 
 def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:

@@ -43,7 +43,7 @@ def persistent_product(
     # The copy engine stores rows that begin at whole 16 bytes, where they lie like those of the
     # tiles.
     is_boxed = grouping is None and weight.out_features % 8 == 0
-    of_x = tensor_map.boxes(x, shape.rows)
+    of_x = tensor_map.boxes(x, shape.rows if grouping is None else shape.box_rows)
     arguments = [
         of_x,
         _weight_boxes(weight, shape.groups * 64, paired=paired),

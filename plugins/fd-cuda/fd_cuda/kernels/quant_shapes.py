@@ -136,7 +136,7 @@ class Persistent:
 
     @property
     def box_rows(self) -> int:
-        """Of the result, that the copy engine stores at a time."""
+        """Of the result, that the copy engine stores at a time; of experts, that it brings."""
         return 16 if self.rows % 32 else 32
 
     @property
@@ -291,10 +291,10 @@ def boxes(shape: Persistent, kind: int) -> tuple[int, int]:
     return (3, more) if more <= MOST_DYNAMIC else (2, shared)
 
 
-def persistent(rows: int, kind: int) -> Persistent:
+def persistent(rows: int, kind: int, groups: int = 2) -> Persistent:
     """With as many turns ahead, to eight, as there is shared memory for."""
     for stages in range(8, 2, -1):
-        shape = Persistent(rows, stages)
+        shape = Persistent(rows, stages, groups)
         if persistent_shared(shape, kind) <= MOST_DYNAMIC:
             return shape
     raise ValueError(f"no three turns of {rows} rows find a place in {MOST_DYNAMIC} bytes")

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _SOFTMAX_FLOOR = 1e-12
 _SIGMOID_FLOOR = 1e-20
+# Experts, up to which each program of _place compares all pairs of them.
+_MOST_SORTED = tl.constexpr(128)
 _TAKEN = tl.constexpr(-(2**63))
 # Up to here every expert's program looks at all assignments; above, each program looks at a few.
 _FEW_SLOTS = 4096
@@ -93,6 +95,13 @@ def _route(
     tl.store(weights_p + place, weights, mask=nth < TOP_K + SHARED)
 
 
+@triton.jit
+def _goes_first(count, expert, of_count, of_expert):
+    """Whether an expert's blocks stand before those of another: with more rows, so that what takes
+    longest does not begin last."""
+    return (count > of_count) | ((count == of_count) & (expert < of_expert))
+
+
 @triton.jit(do_not_specialize=["num_slots", "max_blocks"])
 def _align(
     ids_p, order_p, experts_p, places_p, num_slots, max_blocks,
@@ -109,8 +118,9 @@ def _align(
         ids = tl.load(ids_p + slots, mask=slots < num_slots, other=-1).to(tl.int32)
         counts += tl.histogram(tl.maximum(ids, 0), PAD, mask=ids >= 0)
     blocks = (counts + BM - 1) // BM
-    first = tl.sum(tl.where(expert < mine, blocks, 0), 0)
-    own = tl.sum(tl.where(expert == mine, blocks, 0), 0)
+    count = tl.sum(tl.where(expert == mine, counts, 0), 0)
+    first = tl.sum(tl.where(_goes_first(counts, expert, count, mine), blocks, 0), 0)
+    own = (count + BM - 1) // BM
     done = tl.zeros((), tl.int32)
     for begin in range(0, num_slots, BLOCK):
         slots = begin + tl.arange(0, BLOCK)
@@ -130,7 +140,7 @@ def _align(
             slots = begin + tl.arange(0, BLOCK)
             ids = tl.load(ids_p + slots, mask=slots < num_slots, other=0).to(tl.int32)
             tl.store(places_p + slots, ids * 0 - 1, mask=ids < 0)
-        for begin in range(first + own, max_blocks, BLOCK):
+        for begin in range(tl.sum(blocks, 0), max_blocks, BLOCK):
             unused = begin + tl.arange(0, BLOCK)
             tl.store(experts_p + unused, -1, mask=unused < max_blocks)
 
@@ -147,7 +157,7 @@ def _count(ids_p, counts_p, num_slots, PAD: tl.constexpr, BLOCK: tl.constexpr, P
 @triton.jit(do_not_specialize=["num_slots", "max_blocks"])
 def _place(
     ids_p, counts_p, order_p, experts_p, places_p, num_slots, max_blocks,
-    EXPERTS: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, PAD_BM: tl.constexpr,
+    PAD: tl.constexpr, BM: tl.constexpr, PAD_BM: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs take places of an expert as they come. Which row of a block a token gets decides
@@ -156,8 +166,12 @@ def _place(
     expert = tl.arange(0, PAD)
     counts = tl.load(counts_p + expert)
     blocks = (counts + BM - 1) // BM
-    ends = tl.cumsum(blocks, 0)
-    starts = (ends - blocks) * BM
+    if PAD <= _MOST_SORTED:
+        is_first = _goes_first(counts[None, :], expert[None, :], counts[:, None], expert[:, None])
+        first_blocks = tl.sum(tl.where(is_first, blocks[None, :], 0), 1)
+    else:
+        first_blocks = tl.cumsum(blocks, 0) - blocks
+    starts, ends = first_blocks * BM, first_blocks + blocks
     slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = slots < num_slots
     ids = tl.load(ids_p + slots, mask=inside, other=-1).to(tl.int32)
@@ -174,8 +188,8 @@ def _place(
         tl.store(order_p + rest, num_slots + rest * 0, mask=rest < (ends * BM)[:, None])
         for begin in range(0, max_blocks, BLOCK):
             block = begin + tl.arange(0, BLOCK)
-            of_block = tl.sum((ends[None, :] <= block[:, None]).to(tl.int32), 1)
-            of_block = tl.where(of_block < EXPERTS, of_block, -1)
+            has_it = (first_blocks[None, :] <= block[:, None]) & (block[:, None] < ends[None, :])
+            of_block = tl.max(tl.where(has_it, expert[None, :], -1), 1)
             tl.store(experts_p + block, of_block, mask=block < max_blocks)
 
 
@@ -267,8 +281,7 @@ def _counted_order(ids: torch.Tensor, num_experts: int, rows: int, blocks: int) 
         ids, counts, num_slots, PAD=pad, BLOCK=1024, **options(num_warps=4)
     )
     _place[(cdiv(num_slots, 128),)](
-        ids, counts, slots, experts, places, num_slots, blocks, EXPERTS=num_experts, PAD=pad,
-        BM=rows,
-        PAD_BM=pad2(rows), BLOCK=128, **options(num_warps=8),
+        ids, counts, slots, experts, places, num_slots, blocks, PAD=pad,
+        BM=rows, PAD_BM=pad2(rows), BLOCK=128, **options(num_warps=8),
     )  # fmt: skip
     return Order(slots, experts, places)

@@ -8,7 +8,8 @@
 // GROUPED: blocks of rows have an expert each, and x lies in their order; `slots` says where rows of y go, without it they
 // lie like those of x. PAIRED: the first eight of a warp's 16 outputs are gates, the others what belongs to them.
 // BOXES: the copy engine stores results, BOX_ROWS rows of a group's 64 outputs at a time, while the next tile is multiplied;
-// for so many such pieces a group has room, or 0: warps store. FEWER rows are computed where an expert's block has no more.
+// for so many such pieces a group has room, or 0: warps store. Of an expert's block as many times BOX_ROWS rows are brought
+// as it has, and FEWER are computed where it has no more.
 // A row of x comes out the same whatever M is.
 
 #include "common.cuh"
@@ -20,9 +21,10 @@
 #define ROWS BN
 #define COLUMNS (GROUPS * 64)
 #define APART (!BY_ROWS)
+#define BOX (GROUPED ? BOX_ROWS : BN)
 #include "tiles.cuh"
 
-#define FEWER (GROUPED && !BY_ROWS && BN > 128 ? 96 : BN)
+#define FEWER (GROUPED && !BY_ROWS && BN >= 128 ? 64 : BN)
 
 #define PIECE 64  // rows that a warp stores at a time
 #define ROOM (BOXES ? BOXES * BOX_ROWS * 128 : 4 * PIECE * 32)  // of a group, for what it is about to store
@@ -37,8 +39,8 @@ __device__ __forceinline__ void multiply_rows(float* d, const u32* a, u64 b) {
                  : D_REGS("+f", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #if FEWER < BN
   else
-    asm volatile("wgmma.mma_async.sync.aligned.m64n96k16.f32." TYPE "." TYPE " {" D48 "}, {%48,%49,%50,%51}, %52, 1, 1, 1, 0;"
-                 : R32("+f", d, 0), R16("+f", d, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" D32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
+                 : R32("+f", d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #endif
 }
 #endif
@@ -332,22 +334,19 @@ quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ Te
   Place at = {0, 0};
   int odd = 0;
   [[maybe_unused]] int piece = 0;
-  const auto count_of = [&](const Tile& tile) {
-    return FEWER < BN && of.slots[tile.block * BN + FEWER] >= of.M ? FEWER : BN;
-  };
   Tile next = tile_of(of, blockIdx.x);
-  int next_count = count_of(next);
+  int next_rows = rows_of(of, next);
   for (int id = blockIdx.x; id < num_tiles; id += gridDim.x) {
     const Tile tile = uniform(next);
-    const int count = uniform(next_count);
-    if (id + gridDim.x < num_tiles) next = tile_of(of, id + gridDim.x), next_count = count_of(next);
+    const int rows = uniform(next_rows);
+    if (id + gridDim.x < num_tiles) next = tile_of(of, id + gridDim.x), next_rows = rows_of(of, next);
     if (tile.expert < 0) continue;
     const Known found = find(of, tile, bias, thread);
     Sum sum[BN / 2];
 #pragma unroll
     for (int i = 0; i < BN / 2; i++) sum[i] = 0;
     fence_registers(sum);
-    if (count == BN) add_up<BN>(sum, of, tile, ring, at, warp, lane);
+    if (FEWER == BN || rows > FEWER) add_up<BN>(sum, of, tile, ring, at, warp, lane);
     else add_up<FEWER>(sum, of, tile, ring, at, warp, lane);
     tables[odd].fill(found, thread % 128);
     meet_group(group);

@@ -11,6 +11,9 @@
 #ifndef LINES
 #define LINES 0  // bytes of what else a ring has, after its barriers
 #endif
+#ifndef BOX
+#define BOX ROWS  // rows that one copy brings
+#endif
 #define OUT (PAIRED ? COLUMNS / 2 : COLUMNS)
 #define TILE_X (ROWS * 128)
 #define TILE_W (BY_ROWS ? COLUMNS * 128 : MULTIPLIERS * SLAB_BYTES)
@@ -35,6 +38,15 @@ __device__ __forceinline__ Tile tile_of(const Problem& of, int id) {
   const int band = id / (BAND * of.across) * BAND, within = id - band * of.across;
   const int together = min(BAND, of.blocks - band), block = band + within % together;
   return {block, within / together, GROUPED ? of.experts[block] : 0};
+}
+
+// How many rows of a tile are brought, whole boxes: an expert's are the first ones of its blocks.
+__device__ __forceinline__ int rows_of(const Problem& of, const Tile& tile) {
+  if (!GROUPED || BOX == ROWS) return ROWS;
+  int boxes = 0;
+#pragma unroll
+  for (int row = 0; row < ROWS; row += BOX) boxes += of.slots[tile.block * ROWS + row] < of.M;
+  return boxes * BOX;
 }
 
 // What all lanes of a warp have alike, so that the compiler knows it and keeps what is made of it, such as the operands of wgmma,
@@ -84,29 +96,32 @@ __device__ __forceinline__ void feed_weight(const TensorMap& w, const Problem& o
 
 // What one thread does.
 __device__ __forceinline__ void feed(const TensorMap& x, const TensorMap& w, const Problem& of, const Ring& ring) {
-  const auto begin_turn = [&](const Tile& tile, int turn, int stage) {
-    expect(ring.full + 8 * stage, STAGE);
+  const auto begin_turn = [&](const Tile& tile, int turn, int stage, int rows) {
+    expect(ring.full + 8 * stage, TILE_W + rows * 128);
     feed_weight(w, of, tile, turn, ring.base + stage * STAGE + TILE_X, ring.full + 8 * stage);
   };
-  int begun = 0;  // turns of the first tile
+  Tile next = tile_of(of, blockIdx.x);
+  int next_rows = rows_of(of, next), begun = 0;  // turns of the first tile
   if (EARLY) {
-    const Tile first = tile_of(of, blockIdx.x);
-    for (; begun < min(of.turns, STAGES); begun++) begin_turn(first, begun, begun);
+    for (; begun < min(of.turns, STAGES); begun++) begin_turn(next, begun, begun, ROWS);
     wait_for_previous();
   }
   Place at = {0, 1};  // the phase before the first one counts as ended
   for (int id = blockIdx.x; id < of.blocks * of.across; id += gridDim.x) {
-    const Tile tile = tile_of(of, id);
+    const Tile tile = next;
+    const int rows = next_rows;
+    if (id + gridDim.x < of.blocks * of.across) next = tile_of(of, id + gridDim.x), next_rows = rows_of(of, next);
     if (tile.expert < 0) continue;
     for (int t = 0; t < of.turns; t++, advance<STAGES>(at)) {
       if (begun > 0) {
         begun--;
       } else {
         await_phase(ring.empty + 8 * at.stage, at.parity);
-        begin_turn(tile, t, at.stage);
+        begin_turn(tile, t, at.stage, rows);
       }
       const int input = (of.first + t) * (BY_ROWS ? 128 : 64);
-      copy_box(ring.base + at.stage * STAGE, x, input, tile.block * ROWS, ring.full + 8 * at.stage);
+      for (int row = 0; row < rows; row += BOX)
+        copy_box(ring.base + at.stage * STAGE + row * 128, x, input, tile.block * ROWS + row, ring.full + 8 * at.stage);
     }
   }
 }
