@@ -7,42 +7,25 @@ collectives, Triton kernels) or paddle_device.py (the reference operations on th
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from fastdeploy_core.contracts.device import DeviceBackend, DeviceEvent, DeviceOptions
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.tensor import available, load
 
 from .failures import is_lost, is_oom
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy as np
-    from fastdeploy_core.contracts.device import (
-        CapturedGraph,
-        Communicator,
-        DeviceEvent,
-        DeviceLimits,
-        DeviceOptions,
-        MemoryInfo,
-    )
-    from fastdeploy_core.tensor import Tensor, TensorLibrary
 
 # Decode steps take fractions of a millisecond: spin for this long, then let other threads run.
 _SPIN_S: Final = 100e-6
 _NAP_S: Final = 30e-6
 
 
-class CudaDevice(ABC):
-    """What both tensor libraries share; the abstract methods are those of DeviceBackend."""
+class CudaDevice(DeviceBackend):
+    """What both tensor libraries share."""
 
     name = "cuda"
     contract = (1, 0)
     worker = ""
-    xp: TensorLibrary
-    device: str
-    limits: DeviceLimits
 
     def __new__(cls, options: DeviceOptions) -> CudaDevice:
         """An instance of the class for the tensor library."""
@@ -56,38 +39,6 @@ class CudaDevice(ABC):
         from .paddle_device import PaddleCudaDevice
 
         return object.__new__(PaddleCudaDevice)
-
-    @abstractmethod
-    def memory(self) -> MemoryInfo: ...
-
-    @abstractmethod
-    def to_device(self, array: np.ndarray) -> Tensor: ...
-
-    @abstractmethod
-    def to_host(self, x: Tensor) -> np.ndarray: ...
-
-    @abstractmethod
-    def host_buffer(self, num_bytes: int) -> np.ndarray: ...
-
-    @abstractmethod
-    def upload(self, source: np.ndarray, target: Tensor) -> None: ...
-
-    @abstractmethod
-    def download(self, source: Tensor, target: np.ndarray) -> None: ...
-
-    @abstractmethod
-    def record_event(self) -> DeviceEvent: ...
-
-    @abstractmethod
-    def communicator(self, rank: int, world_size: int, address: str) -> Communicator: ...
-
-    @abstractmethod
-    def capture(
-        self, run: Callable[[], None], beside: CapturedGraph | None = None
-    ) -> CapturedGraph: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
 
     def _answers(self) -> bool:
         """Whether the GPU still does what this process tells it. An error that ends that comes back

@@ -68,9 +68,3 @@ def _read(name: str, text: str) -> str:
             f"possible: {', '.join(possible)}; unset it for the default ({default!r})"
         )
     return value
-
-
-def is_batch_invariant() -> bool:
-    """Whether a row's result must be the same, bit for bit, for any number of rows computed with
-    it."""
-    return setting("FD_BATCH_INVARIANT") == "1"

@@ -111,7 +111,8 @@ class TorchCudaDevice(CudaDevice):
         """See PostingDevice: page-locked memory has one address for the host and for the GPU."""
         self._bind()
         memory = torch.zeros(num_words, dtype=torch.int64, pin_memory=True)
-        return torch.as_tensor(_OnDevice(memory), device=self._torch_device), memory.numpy()
+        box = tensor_at(memory.data_ptr(), memory.nbytes, self.index, memory)
+        return box.view(torch.int64), memory.numpy()
 
     def block_tier(self, *of: Any) -> DeviceTier:
         """See TierDevice."""
@@ -215,17 +216,24 @@ class TorchCudaDevice(CudaDevice):
             torch.cuda.set_device(self.index)
 
 
-class _OnDevice:
-    """Page-locked memory in the form in which torch takes memory of a GPU."""
+class _Memory:
+    """In the form in which torch takes memory of a GPU; keeps its owner."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
+    def __init__(self, address: int, num_bytes: int, owner: torch.Tensor | None) -> None:
+        self.owner = owner
         self.__cuda_array_interface__ = {
-            "shape": tuple(memory.shape),
-            "typestr": "<i8",
-            "data": (memory.data_ptr(), False),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
             "version": 3,
         }
+
+
+def tensor_at(
+    address: int, num_bytes: int, index: int, owner: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Bytes of GPU `index`, or page-locked ones as it sees them."""
+    return torch.as_tensor(_Memory(address, num_bytes, owner), device=torch.device("cuda", index))
 
 
 class TorchGraph:

@@ -326,7 +326,7 @@ def packed_pipe() -> None:
     """Kernels of many rows, and of few, in sizes that no small product is given."""
     for name in ("wint4", "wint8", "wfp8", "ccq2"):
         slabs = quant_weights.prepare(packed(name, 264, 1024, 0, 0, DEVICE)).slabs
-        pipes = () if name == "ccq2" else (Pipe(128, 3, 4, 4), Pipe(256, 2, 2, 4))
+        pipes = () if name == "ccq2" else (Pipe(128, 2, 4, 4), Pipe(256, 2, 2, 4))
         tiles = [(64, 128, 2, 4, 8, 4, 2), (128, 192, 1, 4, 4, 2, 1), (256, 128, 2, 4, 4, 2, 1)]
         for shape in (*pipes, *(Tile(*own) for own in tiles)):
             quant_native.product(shape, random(300, 1024, dtype=torch.float16), slabs, None)

@@ -22,7 +22,7 @@ from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_testing.drivers import lookup
 from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.attention.latent.driver import LatentAttention
-from fd_cuda.attention.plan import prefill_tiles, prompt_tiles
+from fd_cuda.attention.plan import prompt_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -375,23 +375,34 @@ def test_streams_of_rows_that_stand_in(device: Any, longest: int) -> None:
 
 @pytest.mark.parametrize("shortest", [0, 1, 2])
 @pytest.mark.parametrize("tokens", [8, 25, 64])
-def test_the_device_finds_the_tiles_of_prompts_that_the_host_does(
-    tokens: int, shortest: int
-) -> None:
-    """And in such an order that the longest come first, but for what is no whole tile."""
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_tiles_of_prompts(tokens: int, shortest: int, is_exact: bool) -> None:
+    """Every row of more tokens is there, the longest first, but for what is no whole tile; as items
+    they say the same."""
     rng = np.random.default_rng(tokens)
     fed = rng.choice([0, 1, 2, 9, 64, 130, 299], 40)
     context = rng.choice([0, 0, 5, 64, 1999], 40)
     starts, lengths = np.cumsum([0, *fed]).astype(np.int32), (fed + context).astype(np.int32)
-    batch: Any = SimpleNamespace(num_seqs=40, num_tokens=int(starts[-1]))
+    batch: Any = SimpleNamespace(num_seqs=40, num_tokens=int(starts[-1]), is_exact=is_exact)
+    batch.cu_seqlens_q = starts
     batch.seq_lens_dev = torch.from_numpy(lengths).to(DEVICE)
     batch.cu_seqlens_q_dev = torch.from_numpy(starts).to(DEVICE)
     found = prompt_tiles(batch, shortest, tokens).cpu().numpy()[:, :5]
     real = found[found[:, 3] > 0]
-    assert not found[len(real) :, 3].any()
-    meant = prefill_tiles(starts, lengths, shortest, tokens)[:, :5]
-    assert sorted(map(tuple, real)) == sorted(map(tuple, meant))
+    assert not found[len(real) :, 3].any() and (len(real) == len(found) or not is_exact)
+    meant = [
+        (row, begin, starts[row], fed[row], context[row])
+        for row in np.flatnonzero(fed > shortest)
+        for begin in range(0, fed[row], tokens)
+    ]
+    assert sorted(map(tuple, real)) == meant
     assert (np.diff(real[:, 4] // tokens + real[:, 1] // tokens) <= 0).all()
+    items = prompt_tiles(batch, shortest, tokens, 32).cpu().numpy()
+    assert (items[len(real) :, 0] == -1).all()
+    for item, (row, begin, first, own, before) in zip(items, real, strict=False):
+        count = min(tokens, own - begin)
+        end = before + begin + count
+        assert item.tolist() == [row, 0, -(-end // 32), 0, 1, end, first + begin, count]
 
 
 @pytest.mark.slow

@@ -192,7 +192,12 @@ def test_experts_of_many_rows_have_hardly_more_blocks_than_rows_fill() -> None:
     [
         (INT8, 6144, 1024, 256, 128),
         (INT8, 6144, 1024, 512, 256),
-        (INT4, 6144, 1024, 512, 0),  # quant_pipe.cu was measured faster
+        (INT4, 6144, 1024, 512, 256),
+        (INT4, 7168, 2560, 512, 256),
+        (INT8, 8192, 3584, 256, 128),
+        (INT8, 8192, 3584, 140, 0),  # a last tile of 12 rows
+        (INT4, 5120, 5120, 384, 128),
+        (INT8, 8192, 8192, 256, 0),  # quant_pipe.cu, which divides long rows, was measured faster
         (INT4, 6144, 1024, 1024, 128),
         (INT8, 4096, 1024, 200, 0),  # half of the multiprocessors would have no tile
         (INT8, 8192, 8192, 1024, 256),

@@ -1,5 +1,10 @@
-"""What the drivers share whose kernels find the step's own rows in the cache already: a step is cut
-into launches of one kernel, for rows split by keys and for rows tiled by tokens."""
+"""What the drivers share: a step is cut into launches, for rows tiled by tokens (prompts) and for
+rows split by keys (decodes, drafts). Those whose kernels find the step's own rows in the cache
+already launch one kernel for both.
+
+All numbers of rows that are split are read on the device, so that steps of them alone can be
+captured. Under FD_BATCH_INVARIANT there is one sort of rows, see invariant_attention of prefill.py.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from fastdeploy_core.errors import CapabilityError
 
-from fd_cuda.settings import is_batch_invariant
+from fd_cuda.kernels.common import batch_invariant
 
-from .plan import DecodeShape, decode_items, found_items, latent_items, prefill_tiles, split_parts
+from .plan import DecodeShape, decode_items, prompt_tiles, split_parts
 from .prefill import zero_padding
 from .tuning import Gpu, Sizes
 
@@ -46,14 +51,12 @@ class Metadata:
     launches: list[Any]  # Launch, or what a driver's own kernels take
 
 
-class CachedAttention(ABC):
+class AttentionDriver(ABC):
     """prepare() of AttentionBackend."""
 
     name: str
     contract = (1, 0)
-    unit: Literal["core", "rope_kv"] = "core"
     can_capture_decode = True
-    can_capture_mixed = False
     features = frozenset[str]()
 
     def __init__(
@@ -62,7 +65,7 @@ class CachedAttention(ABC):
         self.spec, self.block_size, self._device = spec, block_size, device
         self._exact = spec.dtype == "float32"
         self._itemsize = 4 if self._exact else 2
-        self._invariant = is_batch_invariant()
+        self._invariant = batch_invariant()
         self._short = min(SHORT, most_tokens)
         self._most_tokens = most_tokens
         self._scale = spec.scale * LOG2E
@@ -73,6 +76,54 @@ class CachedAttention(ABC):
         self.sizes = sizes
 
     @abstractmethod
+    def _decodes(self, batch: AttentionBatch, max_tokens: int, *, is_alone: bool = True) -> Any:
+        """A launch for rows of up to so many tokens; `is_alone`: there are no others."""
+
+    @abstractmethod
+    def _tiles(self, batch: AttentionBatch, shortest: int) -> Any:
+        """A launch for rows of more tokens."""
+
+    def prepare(self, batch: AttentionBatch) -> Metadata:
+        """Cut the step's work: one small kernel for decodes, one for prompts."""
+        if batch.num_tokens == 0 or batch.num_seqs == 0:
+            return Metadata(batch, [])
+        if self._invariant:
+            return Metadata(batch, [self._tiles(batch, 0)])
+        if 0 < batch.tokens_per_row <= self._most_tokens:
+            return Metadata(batch, [self._decodes(batch, batch.tokens_per_row)])
+        if not batch.is_exact and not batch.tokens_per_row:
+            decodes = self._decodes(batch, 1, is_alone=False)
+            return Metadata(batch, [self._tiles(batch, 1), decodes])
+        if not batch.is_exact:
+            raise CapabilityError(
+                f"attention driver {self.name!r} cannot capture {batch.tokens_per_row} tokens per "
+                f"row; at most {self._most_tokens} of these heads: use fewer speculative tokens"
+            )
+        fed = np.diff(batch.cu_seqlens_q)
+        short = fed[(fed > 0) & (fed <= self._short)]
+        launches = [self._tiles(batch, self._short)] if fed.max() > self._short else []
+        if short.size:
+            launches.append(self._decodes(batch, int(short.max()), is_alone=not launches))
+        return Metadata(batch, launches)
+
+    @staticmethod
+    def _out(q: Tensor, batch: AttentionBatch, width: int) -> Tensor:
+        """[num_tokens, width]; zeros for padding tokens, which are not read."""
+        out = q.new_empty((q.shape[0], width))
+        if not batch.is_exact and not batch.tokens_per_row:
+            zero_padding(out, batch)
+        elif q.shape[0] > batch.cu_seqlens_q[-1]:
+            out.zero_()
+        return out
+
+
+class CachedAttention(AttentionDriver):
+    """Of kernels that read the step's own rows from the cache."""
+
+    unit: Literal["core", "rope_kv"] = "core"
+    can_capture_mixed = False
+
+    @abstractmethod
     def _short_rows(self, num_seqs: int, max_tokens: int) -> tuple[DecodeShape, int, int, int, int]:
         """For rows that are split by keys: the shape; rows, heads and columns of a Launch; the
         width of its results, padded."""
@@ -81,29 +132,7 @@ class CachedAttention(ABC):
     def _long_rows(self) -> tuple[DecodeShape, int, int, int, int]:
         """For rows that are tiled: the same, but tokens of a tile for the width."""
 
-    def prepare(self, batch: AttentionBatch) -> Metadata:
-        """Cut the step's work: one small kernel for decodes, one small copy for prompts."""
-        if batch.num_tokens == 0 or batch.num_seqs == 0:
-            return Metadata(batch, [])
-        if self._invariant:  # as invariant_attention of prefill.py
-            return Metadata(batch, [self._tiles(batch)])
-        if 0 < batch.tokens_per_row <= self._most_tokens:
-            return Metadata(batch, [self._decodes(batch, batch.tokens_per_row)])
-        if not batch.is_exact and not batch.tokens_per_row:
-            return Metadata(batch, [self._decodes(batch, 1), self._tiles_found_there(batch, 1)])
-        if not batch.is_exact:
-            raise CapabilityError(
-                f"attention driver {self.name!r} cannot capture {batch.tokens_per_row} tokens per "
-                f"row; at most {self._most_tokens} of these heads: use fewer speculative tokens"
-            )
-        fed = np.diff(batch.cu_seqlens_q)
-        short = fed[(fed > 0) & (fed <= self._short)]
-        launches = [self._decodes(batch, int(short.max()))] if short.size else []
-        if fed.max() > self._short:
-            launches.append(self._tiles(batch))
-        return Metadata(batch, launches)
-
-    def _decodes(self, batch: AttentionBatch, max_tokens: int) -> Any:
+    def _decodes(self, batch: AttentionBatch, max_tokens: int, *, is_alone: bool = True) -> Any:
         shape, rows, heads, columns, pad = self._short_rows(batch.num_seqs, max_tokens)
         items, counters = decode_items(
             batch.seq_lens_dev,
@@ -117,27 +146,7 @@ class CachedAttention(ABC):
         parts = split_parts(items, columns * rows, pad)
         return Launch(shape, rows, heads, columns, items, (*parts, counters))
 
-    def _tiles(self, batch: AttentionBatch) -> Launch:
-        if self._invariant:
-            return self._tiles_found_there(batch, 0)
+    def _tiles(self, batch: AttentionBatch, shortest: int) -> Launch:
         shape, rows, heads, columns, tokens = self._long_rows()
-        tiles = prefill_tiles(batch.cu_seqlens_q, batch.seq_lens, self._short, tokens)
-        host = latent_items(tiles, batch.cu_seqlens_q, batch.seq_lens, tokens, shape.tile)
-        items = self._device.to_device(host)
+        items = prompt_tiles(batch, shortest, tokens, shape.tile)
         return Launch(shape, rows, heads, columns, items, (items,) * 4)  # no row is split
-
-    def _tiles_found_there(self, batch: AttentionBatch, shortest: int) -> Launch:
-        """Of rows of more tokens, which only the device has to know."""
-        shape, rows, heads, columns, tokens = self._long_rows()
-        items = found_items(batch, shortest, tokens, shape.tile)
-        return Launch(shape, rows, heads, columns, items, (items,) * 4)
-
-    @staticmethod
-    def _out(q: Tensor, batch: AttentionBatch, width: int) -> Tensor:
-        """[num_tokens, width]; zeros for padding tokens, which are not read."""
-        out = q.new_empty((q.shape[0], width))
-        if not batch.is_exact and not batch.tokens_per_row:
-            zero_padding(out, batch)
-        elif q.shape[0] > batch.cu_seqlens_q[-1]:
-            out.zero_()
-        return out

@@ -143,3 +143,13 @@ def start_of_softmax(
         scores_max = tl.where(is_first, tl.maximum(sink, LOWEST), scores_max)
         total = tl.where(is_first, 1.0, total)
     return scores_max, total
+
+
+@triton.jit
+def soften(scores, scores_max, total):
+    """One step of a running softmax (base 2): weights of these keys, what is to be multiplied with
+    what values were summed to before, maxima and totals."""
+    new_max = tl.maximum(scores_max, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_max[:, None])
+    fade = tl.exp2(scores_max - new_max)
+    return weights, fade[:, None], new_max, total * fade + tl.sum(weights, 1)

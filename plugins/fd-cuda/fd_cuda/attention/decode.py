@@ -26,6 +26,7 @@ from .common import (
     look_up,
     product,
     slots_of,
+    soften,
     start_of_softmax,
 )
 
@@ -37,12 +38,9 @@ def _attend_tile(
     """One step of the running softmax (base 2) over a tile of keys; invisible keys are -inf."""
     scores = capped(product(q, tl.trans(k), None, EXACT) * scale, cap, SOFTCAP)
     scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(scores_max, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_max[:, None])
-    fade = tl.exp2(scores_max - new_max)
-    total = total * fade + tl.sum(weights, 1)
-    acc = product(weights.to(v.dtype), v, acc * fade[:, None], EXACT)
-    return new_max, total, acc
+    weights, fade, scores_max, total = soften(scores, scores_max, total)
+    acc = product(weights.to(v.dtype), v, acc * fade, EXACT)
+    return scores_max, total, acc
 
 
 @triton.jit

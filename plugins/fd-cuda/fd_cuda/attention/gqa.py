@@ -1,26 +1,17 @@
 """Attention driver `cuda_paged`: grouped-query attention with norms of heads, rotation and cache
-write.
-
-A step's rows are of two sorts. Rows of up to SHORT tokens (decodes, drafts) are computed split by
-their cached tokens; all numbers of such rows are read on the device, so that steps of them alone
-can be captured. Longer rows (prompts) are computed tile by tile. Under FD_BATCH_INVARIANT there is
-one sort, see invariant_attention of prefill.py.
-"""
+write."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
-import numpy as np
-from fastdeploy_core.errors import CapabilityError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fd_cuda.kernels.common import cdiv, pad2
 from fd_cuda.kernels.common import options as launch_options
-from fd_cuda.settings import is_batch_invariant
 
-from .cached import LOG2E, SHORT
+from .cached import LOG2E, AttentionDriver, Metadata
 from .decode import decode_attention
 from .native_gqa import NativeDecode, NativePrompts, NativeShape, norm_arguments
 from .plan import (
@@ -29,15 +20,14 @@ from .plan import (
     DecodeShape,
     StreamShape,
     decode_items,
-    prefill_tiles,
     prompt_tiles,
     split_parts,
     stream_items,
 )
-from .prefill import invariant_attention, prefill_attention, zero_padding
+from .prefill import invariant_attention, prefill_attention
 from .question import MAX_ROWS
 from .rope import rotate_and_write
-from .tuning import Gpu, PrefillShape, Sizes
+from .tuning import PrefillShape, Sizes
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import (
@@ -77,13 +67,6 @@ class _Tiles:
 
 
 @dataclass(slots=True)
-class _Metadata:
-    batch: AttentionBatch
-    decodes: _Decodes | None
-    tiles: _Tiles | None
-
-
-@dataclass(slots=True)
 class _Given:
     """Arguments of forward()."""
 
@@ -97,13 +80,11 @@ class _Given:
     sinks: Tensor | None
 
 
-class PagedAttention:
+class PagedAttention(AttentionDriver):
     """One instance per distinct spec; see AttentionBackend."""
 
     name = "cuda_paged"
-    contract = (1, 0)
     unit: Literal["core", "rope_kv"] = "rope_kv"
-    can_capture_decode = True
     can_capture_mixed = True
     features = frozenset({"window", "chunk", "sinks", "softcap", "offsets"})
     norms_heads = True
@@ -111,23 +92,16 @@ class PagedAttention:
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
     ) -> None:
-        self.spec, self.block_size, self._device = spec, block_size, device
         self._group = spec.num_heads // spec.num_kv_heads
-        self._itemsize = 4 if spec.dtype == "float32" else 2
-        self._exact = spec.dtype == "float32"
-        self._invariant = is_batch_invariant()
-        self._scale = spec.scale * LOG2E
         self._v_pad = max(16, pad2(spec.v_head_dim))
         self._pad = max(16, pad2(spec.head_dim))
-        self._most_tokens = MAX_ROWS // self._group
         self._native = NativeDecode(spec, block_size)
         self._native_prompts = NativePrompts(spec, block_size)
-        self._short = min(SHORT, self._most_tokens)
-        self.use(Sizes(Gpu.of(device.device)))
+        super().__init__(spec, block_size, device, MAX_ROWS // self._group)
 
     def use(self, sizes: Sizes) -> None:
         """Cut work for another GPU than the device's own."""
-        self.sizes = sizes
+        super().use(sizes)
         powers_of_2 = (self._pad, self._v_pad) == (self.spec.head_dim, self.spec.v_head_dim)
         self._has_engine = sizes.gpu.has_copy_engine and not self._exact and powers_of_2
 
@@ -138,33 +112,6 @@ class PagedAttention:
         return (*shape, spec.head_dim), (*shape, spec.v_head_dim)
 
     # -- once a step ------------------------------------------------------------------------------
-
-    def prepare(self, batch: AttentionBatch) -> _Metadata:
-        """Cut the step's work: one small kernel for decodes, one small copy for prompts."""
-        if batch.num_tokens == 0 or batch.num_seqs == 0:
-            return _Metadata(batch, None, None)
-        if self._invariant:
-            return _Metadata(batch, None, self._tiles_of_all(batch))
-        if 0 < batch.tokens_per_row <= self._most_tokens:
-            return _Metadata(batch, self._decodes(batch, batch.tokens_per_row), None)
-        if not batch.is_exact and not batch.tokens_per_row:
-            return _Metadata(
-                batch, self._decodes(batch, 1, is_alone=False), self._tiles_found_there(batch)
-            )
-        if not batch.is_exact:
-            raise CapabilityError(
-                f"attention driver {self.name!r} cannot capture {batch.tokens_per_row} tokens per "
-                "row "
-                f"of {self._group} query heads per kv head; at most {self._most_tokens}: use fewer "
-                "speculative tokens"
-            )
-        fed = np.diff(batch.cu_seqlens_q)
-        short = fed[(fed > 0) & (fed <= self._short)]
-        tiles = self._tiles(batch) if fed.max() > self._short else None
-        decodes: _Decodes | None = None
-        if short.size:
-            decodes = self._decodes(batch, int(short.max()), is_alone=tiles is None)
-        return _Metadata(batch, decodes, tiles)
 
     def _decodes(
         self,
@@ -206,28 +153,13 @@ class PagedAttention:
         parts = split_parts(items, heads * rows, self._v_pad)
         return _Decodes(native or shape, max_tokens, rows, items, counters, parts)
 
-    def _tiles(self, batch: AttentionBatch) -> _Tiles:
-        chosen = self._prompt_shape()
+    def _tiles(self, batch: AttentionBatch, shortest: int) -> _Tiles:
+        if self._native_prompts.serves and not self._invariant:
+            chosen = self.sizes.native_prefill()
+        else:
+            chosen = self.sizes.prefill(self._group, self._pad, self._itemsize)
         tokens = chosen.rows // self._group
-        tiles = prefill_tiles(batch.cu_seqlens_q, batch.seq_lens, self._short, tokens)
-        return _Tiles(chosen, tokens, self._device.to_device(tiles))
-
-    def _tiles_found_there(self, batch: AttentionBatch) -> _Tiles:
-        """Of rows that only the device knows."""
-        chosen = self._prompt_shape()
-        tokens = chosen.rows // self._group
-        return _Tiles(chosen, tokens, prompt_tiles(batch, 1, tokens))
-
-    def _tiles_of_all(self, batch: AttentionBatch) -> _Tiles:
-        """Of decodes, too, for invariant_attention."""
-        chosen = self.sizes.prefill(self._group, self._pad, self._itemsize)
-        tokens = chosen.rows // self._group
-        return _Tiles(chosen, tokens, prompt_tiles(batch, 0, tokens))
-
-    def _prompt_shape(self) -> PrefillShape:
-        if self._native_prompts.serves:
-            return self.sizes.native_prefill()
-        return self.sizes.prefill(self._group, self._pad, self._itemsize)
+        return _Tiles(chosen, tokens, prompt_tiles(batch, shortest, tokens))
 
     # -- once a layer -----------------------------------------------------------------------------
 
@@ -237,32 +169,28 @@ class PagedAttention:
         k: Tensor,
         v: Tensor,
         cache: tuple[Tensor, ...],
-        metadata: _Metadata,
+        metadata: Metadata,
         rotary: Tensor | None = None,
         scales: KVScales | None = None,
         norms: HeadNorms | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """[num_tokens, num_heads * v_head_dim]; k is rotated, k and v are written here."""
-        batch, spec = metadata.batch, self.spec
-        out = q.new_empty((q.shape[0], spec.num_heads * spec.v_head_dim))
-        tiles, decodes = metadata.tiles, metadata.decodes
-        # Results of padding tokens are not read.
-        is_known_there = not batch.is_exact and not batch.tokens_per_row
-        turns = tiles is not None and (rotary is not None or norms is not None)
-        if is_known_there and not turns:
-            zero_padding(out, batch)
-        elif not is_known_there and q.shape[0] > batch.cu_seqlens_q[-1]:
-            out.zero_()
+        batch, spec, launches = metadata.batch, self.spec, metadata.launches
+        width, turns = spec.num_heads * spec.v_head_dim, rotary is not None or norms is not None
+        # Of steps that only the device knows, what turns prompts' queries clears padding, too.
+        clears = len(launches) > 1 and turns and not batch.is_exact
+        out = q.new_empty((q.shape[0], width)) if clears else self._out(q, batch, width)
         given = _Given(q, k, v, cache, batch, rotary, norms, sinks)
-        if tiles is not None:
-            queries, keys = self._rotate_and_write(given, out, clears=is_known_there)
+        for launch in launches:
+            if isinstance(launch, _Decodes):
+                self._decode(given, launch, out, writes=len(launches) == 1)
+                continue
+            queries, keys = self._rotate_and_write(given, out, clears=clears)
             if self._invariant:
-                self._attend_invariantly(queries, given, tiles, out)
+                self._attend_invariantly(queries, given, launch, out)
             else:
-                self._prefill(queries, keys, given, tiles, out)
-        if decodes is not None:
-            self._decode(given, decodes, out, writes=tiles is None)
+                self._prefill(queries, keys, given, launch, out)
         return out
 
     def _strides(self, given: _Given) -> dict[str, int]:

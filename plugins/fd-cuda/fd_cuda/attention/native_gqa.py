@@ -58,6 +58,11 @@ def _suits(spec: AttentionSpec) -> bool:
     return widths and spec.dtype in ("bfloat16", "float16") and spec.needs <= {"offsets"}
 
 
+def _is_aligned(*tensors: Tensor) -> bool:
+    """Whether every head begins at whole 16 bytes."""
+    return all(x.data_ptr() % 16 == x.stride(0) % 8 == x.stride(1) % 8 == 0 for x in tensors)
+
+
 class NativeDecode:
     """Those of decodes for one spec and block size."""
 
@@ -85,10 +90,7 @@ class NativeDecode:
         weights = () if norms is None else (norms.q, norms.k)
         if any(x.data_ptr() % 16 or x.dtype != q.dtype for x in weights):
             return False
-        return all(
-            x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0
-            for x in (q, k, v)
-        )
+        return _is_aligned(q, k, v)
 
     def run(
         self,
@@ -165,9 +167,7 @@ class NativePrompts:
 
     def can_run(self, q: Tensor, v: Tensor) -> bool:
         """Whether the copy engine can fetch these."""
-        return v.stride(1) == WIDTH and all(
-            x.data_ptr() % 16 == 0 and x.stride(0) % 8 == x.stride(1) % 8 == 0 for x in (q, v)
-        )
+        return v.stride(1) == WIDTH and _is_aligned(q, v)
 
     def run(
         self,
@@ -181,7 +181,7 @@ class NativePrompts:
         scale: float,
         num_processors: int,
     ) -> None:
-        """Queue it; k is contiguous. `tiles`: prefill_tiles of PROMPT_ROWS // group tokens."""
+        """Queue it; k is contiguous. `tiles`: prompt_tiles of PROMPT_ROWS // group tokens."""
         tokens, heads = PROMPT_ROWS // self._group, self._spec.num_kv_heads
         defines = {
             "HALF": int(self._spec.dtype == "float16"),

@@ -1,5 +1,4 @@
-"""How a step's work is cut: decode rows into splits on the device, prefill rows into tiles on the
-host.
+"""How a step's work is cut, on the device: decode rows into splits, prefill rows into tiles.
 
 A decode row's cached tokens are divided among several programs. How many, `cut_decodes` decides on
 the device from the lengths of this very step, so that a captured graph stays balanced for
@@ -195,11 +194,17 @@ def _tiles_of_rows(
 
 @triton.jit
 def _publish(written, counters, num_counters, ROWS: tl.constexpr, PDL: tl.constexpr):
-    """Zero the counters; then make all stores visible, those that `written` stands for too."""
+    """Zero the counters; then make all stores visible."""
     if tl.program_id(0) == 0:
         for start in range(0, num_counters, ROWS):
             counter = start + tl.arange(0, ROWS)
             tl.store(counters + counter, 0, mask=counter < num_counters)
+    _show(written, PDL)
+
+
+@triton.jit
+def _show(written, PDL: tl.constexpr):
+    """Make all stores visible, those that `written` stands for too."""
     if PDL:
         # Kernels after read the items before they wait for those before them (decode.py), so they
         # must find them: this one lets none start early, and makes its stores visible to all.
@@ -218,11 +223,17 @@ def _tiles_from(level, before, counts):
 @triton.jit(do_not_specialize=["num_seqs", "num_tiles"])
 def cut_prompts(
     seq_lens, cu_seqlens, tiles, num_seqs, num_tiles,
-    SHORTEST: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
-    SIZE: tl.constexpr,
+    SHORTEST: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
+    TILES: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """prefill_tiles on the device, for rows of more than SHORTEST tokens, the longest first: by how
-    many times TOKENS stand before a tile. Tiles after the last feed no tokens."""
+    """Tiles of rows of more than SHORTEST tokens: the row, the tile's first token within it, the
+    row's first token of the step, tokens it feeds, tokens in the cache before. With KEYS, as items
+    of kernels that find the step's own tokens in the cache, too: one split each of tiles of so many
+    keys.
+
+    The longest first, by how many times TOKENS stand before a tile: late tokens of long rows see
+    most keys, and the last to start should be short. Tiles after the last feed no tokens.
+    """
     rows = tl.arange(0, ROWS)
     inside = rows < num_seqs
     fed = tl.load(cu_seqlens + rows + 1, mask=inside, other=0)
@@ -249,11 +260,24 @@ def cut_prompts(
     begin = tl.where(known, (level - context // TOKENS) * TOKENS, 0)
     out = tiles + tile * SIZE
     write = tile < num_tiles
-    tl.store(out + 0, row, mask=write)
-    tl.store(out + 1, begin, mask=write)
-    tl.store(out + 2, first, mask=write)
-    tl.store(out + 3, fed, mask=write)
-    tl.store(out + 4, context, mask=write)
+    if KEYS:
+        count = tl.minimum(fed - begin, TOKENS)
+        end = context + begin + count
+        tl.store(out + 0, tl.where(known, row, -1), mask=write)
+        tl.store(out + 1, 0, mask=write)
+        tl.store(out + 2, tl.maximum(tl.cdiv(end, KEYS), 1), mask=write)
+        tl.store(out + 3, 0, mask=write)
+        tl.store(out + 4, 1, mask=write)
+        tl.store(out + 5, end, mask=write)
+        tl.store(out + 6, first + begin, mask=write)
+        tl.store(out + 7, count, mask=write)
+        _show(count, PDL)
+    else:
+        tl.store(out + 0, row, mask=write)
+        tl.store(out + 1, begin, mask=write)
+        tl.store(out + 2, first, mask=write)
+        tl.store(out + 3, fed, mask=write)
+        tl.store(out + 4, context, mask=write)
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,67 +397,22 @@ def split_parts(
     return part(rows * width), part(rows), part(rows)
 
 
-def prompt_tiles(batch: AttentionBatch, shortest: int, tokens_per_tile: int) -> torch.Tensor:
-    """[tiles, TILE_WORDS] as prefill_tiles makes them, by one small kernel: as many as rows of more
-    than `shortest` tokens can need."""
-    seq_lens, cu_seqlens = batch.seq_lens_dev, batch.cu_seqlens_q_dev
+def prompt_tiles(
+    batch: AttentionBatch, shortest: int, tokens_per_tile: int, keys: int = 0
+) -> torch.Tensor:
+    """[tiles, TILE_WORDS] int32 of cut_prompts, or items: as many as rows of more than `shortest`
+    tokens have, or can need where only the device knows them."""
     num_seqs, num_tokens = batch.num_seqs, batch.num_tokens
-    num_tiles = num_tokens // tokens_per_tile + min(num_seqs, num_tokens // (shortest + 1))
-    tiles = torch.empty((num_tiles, TILE_WORDS), dtype=torch.int32, device=seq_lens.device)
+    if batch.is_exact:
+        fed = np.diff(batch.cu_seqlens_q)
+        num_tiles = int(np.sum(-(-fed[fed > shortest] // tokens_per_tile)))
+    else:
+        num_tiles = num_tokens // tokens_per_tile + min(num_seqs, num_tokens // (shortest + 1))
+    lengths = batch.seq_lens_dev
+    tiles = torch.empty((num_tiles, TILE_WORDS), dtype=torch.int32, device=lengths.device)
     cut_prompts[(cdiv(num_tiles, _TILES_PER_PROGRAM),)](
-        seq_lens, cu_seqlens, tiles, num_seqs, num_tiles, SHORTEST=shortest,
-        TOKENS=tokens_per_tile, ROWS=max(16, pad2(num_seqs)), TILES=_TILES_PER_PROGRAM,
-        SIZE=TILE_WORDS, num_warps=4,
+        lengths, batch.cu_seqlens_q_dev, tiles, num_seqs, num_tiles, SHORTEST=shortest,
+        TOKENS=tokens_per_tile, KEYS=keys, ROWS=max(16, pad2(num_seqs)), TILES=_TILES_PER_PROGRAM,
+        SIZE=TILE_WORDS, PDL=has_pdl(), num_warps=4,
     )  # fmt: skip
     return tiles
-
-
-def prefill_tiles(
-    cu_seqlens: np.ndarray, seq_lens: np.ndarray, shortest: int, tokens_per_tile: int
-) -> np.ndarray:
-    """[tiles, TILE_WORDS] int32 for rows that feed more than `shortest`: the row, the tile's first
-    token within it, the row's first token of the step, tokens it feeds, tokens in the cache before.
-
-    The longest first: late tokens of long rows see most keys, and the last to start should be
-    short.
-    """
-    fed = np.diff(cu_seqlens).astype(np.int64)
-    rows = np.flatnonzero(fed > shortest)
-    counts = -(-fed[rows] // tokens_per_tile)
-    row = np.repeat(rows, counts)
-    nth = np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = nth * tokens_per_tile
-    keys = seq_lens[row] - fed[row] + np.minimum(first + tokens_per_tile, fed[row])
-    order = np.argsort(-keys, kind="stable")
-    row, first = row[order], first[order]
-    columns = (row, first, cu_seqlens[row], fed[row], seq_lens[row] - fed[row])
-    tiles = np.zeros((row.size, TILE_WORDS), dtype=np.int32)
-    for column, values in enumerate(columns):
-        tiles[:, column] = values
-    return tiles
-
-
-def found_items(batch: AttentionBatch, shortest: int, tokens: int, keys: int) -> torch.Tensor:
-    """The items of latent_items for a step's rows of more than `shortest` tokens, found on the
-    device."""
-    tiles = prompt_tiles(batch, shortest, tokens)
-    row, begin, first, fed, context = tiles[:, :5].unbind(1)
-    count = (fed - begin).clamp(max=tokens)
-    end = torch.minimum(context + begin + count, batch.seq_lens_dev[row])
-    row, none = torch.where(count > 0, row, -1), torch.zeros_like(row)
-    last = ((end + keys - 1) // keys).clamp(min=1)
-    columns = (row, none, last, none, none + 1, end, first + begin, count)
-    return torch.stack(columns, 1).to(torch.int32)
-
-
-def latent_items(
-    tiles: np.ndarray, cu_seqlens: np.ndarray, seq_lens: np.ndarray, tokens: int, keys: int
-) -> np.ndarray:
-    """The tiles of prefill_tiles as work items of the latent kernel, one split each."""
-    row, begin = tiles[:, 0], tiles[:, 1]
-    fed = np.diff(cu_seqlens)[row]
-    count = np.minimum(tokens, fed - begin)
-    context = seq_lens[row] - fed + begin + count
-    none = np.zeros_like(row)
-    columns = (row, none, -(-context // keys), none, none + 1, context, cu_seqlens[row] + begin)
-    return np.stack((*columns, count), axis=1).astype(np.int32)

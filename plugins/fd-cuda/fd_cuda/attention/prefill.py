@@ -14,23 +14,13 @@ import triton.language as tl
 
 from fd_cuda.kernels.common import cdiv
 
-from .common import capped, first_key_of, look_up, product, slots_of, start_of_softmax
+from .common import capped, first_key_of, look_up, product, slots_of, soften, start_of_softmax
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionBatch
     from torch import Tensor
 
 _CLEARED_ROWS = 16
-
-
-@triton.jit
-def _soften(scores, scores_max, total, acc):
-    """Running softmax, base 2: (weights, new maximum, total, acc), the last two faded."""
-    new_max = tl.maximum(scores_max, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_max[:, None])
-    fade = tl.exp2(scores_max - new_max)
-    total = total * fade + tl.sum(weights, 1)
-    return weights, new_max, total, acc * fade[:, None]
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
@@ -149,8 +139,8 @@ def prefill_attention(
         if BOUNDED:
             index = context + first + own
             scores = tl.where(index[None, :] >= first_seen[:, None], scores, float("-inf"))
-        weights, scores_max, total, acc = _soften(scores, scores_max, total, acc)
-        acc = product(weights.to(values.dtype), values, acc, EXACT)
+        weights, fade, scores_max, total = soften(scores, scores_max, total)
+        acc = product(weights.to(values.dtype), values, acc * fade, EXACT)
 
     # And those that some tokens of the tile see. After the row stand others' values.
     for first in tl.range(diagonal, end, N, num_stages=1):
@@ -167,8 +157,8 @@ def prefill_attention(
         if BOUNDED:
             visible = visible & ((context + first + own)[None, :] >= first_seen[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-        weights, scores_max, total, acc = _soften(scores, scores_max, total, acc)
-        acc = product(weights.to(values.dtype), values, acc, EXACT)
+        weights, fade, scores_max, total = soften(scores, scores_max, total)
+        acc = product(weights.to(values.dtype), values, acc * fade, EXACT)
 
     # What stands in the cache: every token of the row sees all of it, if it is not too far away.
     # What lies before `first_key` is not the row's any more, and may hold anything.
@@ -198,8 +188,8 @@ def prefill_attention(
         scores = capped(product(queries, tl.trans(keys), None, EXACT) * scale, cap, SOFTCAP)
         if BOUNDED:
             scores = tl.where((first + n)[None, :] >= first_seen[:, None], scores, float("-inf"))
-        weights, scores_max, total, acc = _soften(scores, scores_max, total, acc)
-        acc = product(weights.to(values.dtype), values, acc, EXACT)
+        weights, fade, scores_max, total = soften(scores, scores_max, total)
+        acc = product(weights.to(values.dtype), values, acc * fade, EXACT)
     if (whole < context) & (first_key < context):
         # Slots after the context may hold anything, NaN included.
         seen = (whole + n < context) & (whole + n >= first_key)
@@ -218,8 +208,8 @@ def prefill_attention(
         if BOUNDED:
             last_visible = last_visible & ((whole + n)[None, :] >= first_seen[:, None])
         last_scores = tl.where(last_visible, last_scores, float("-inf"))
-        last_weights, scores_max, total, acc = _soften(last_scores, scores_max, total, acc)
-        acc = product(last_weights.to(last_values.dtype), last_values, acc, EXACT)
+        last_weights, fade, scores_max, total = soften(last_scores, scores_max, total)
+        acc = product(last_weights.to(last_values.dtype), last_values, acc * fade, EXACT)
 
     acc = acc / total[:, None]
     out_rows = (at * (NUM_KV_HEADS * GROUP) + q_head) * V_WIDTH
@@ -292,12 +282,8 @@ def invariant_attention(
         visible = kept[None, :] & (key[None, :] <= index[:, None])
         visible = visible & (key[None, :] >= first_seen[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(scores_max, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_max[:, None])
-        fade = tl.exp2(scores_max - new_max)
-        total = total * fade + tl.sum(weights, 1)
-        acc = product(weights.to(values.dtype), values, acc * fade[:, None], EXACT)
-        scores_max = new_max
+        weights, fade, scores_max, total = soften(scores, scores_max, total)
+        acc = product(weights.to(values.dtype), values, acc * fade, EXACT)
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # rows that stand in see nothing
     out_rows = (at * (NUM_KV_HEADS * GROUP) + q_head) * V_WIDTH

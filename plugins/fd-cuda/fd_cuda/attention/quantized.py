@@ -51,7 +51,9 @@ class QuantizedAttention(CachedAttention):
         numbers = tuple((*lead, kind.width(dim)) for dim in (spec.head_dim, spec.v_head_dim))
         return numbers if spec.kv_static else (*numbers, *[(*lead, kind.scale_width)] * 2)
 
-    def _decodes(self, batch: AttentionBatch, max_tokens: int) -> Launch | Splits:
+    def _decodes(
+        self, batch: AttentionBatch, max_tokens: int, *, is_alone: bool = True
+    ) -> Launch | Splits:
         cut = self._native.cut(batch, max_tokens, self.sizes)
         return cut or super()._decodes(batch, max_tokens)
 

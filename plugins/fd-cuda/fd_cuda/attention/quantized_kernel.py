@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fd_cuda.kernels.common import leave_chain
 
-from .common import LOWEST, look_up, product, slots_of
+from .common import LOWEST, look_up, product, slots_of, soften
 from .decode import store_rows
 
 
@@ -87,7 +87,7 @@ def quantized_attention(
 
     scores_max = tl.full([M], LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
-    lift = tl.zeros([M], tl.float32)  # what results are shifted by
+    lift = tl.zeros([M, 1], tl.float32)  # what results are shifted by
     acc = tl.zeros([M, V_WIDTH_PAD], tl.float32)
     last = context - fed + token  # the newest position that each query sees
     table = block_tables + row.to(tl.int64) * stride_table
@@ -113,16 +113,12 @@ def quantized_attention(
                 low = tl.load(v_scales + slots * 2 + 1, mask=inside, other=0.0).to(tl.float32)
                 scores += q_sum[:, None] * key_low[None, :]
         scores = tl.where((first + n)[None, :] <= last[:, None], scores * scale, float("-inf"))
-        new_max = tl.maximum(scores_max, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_max[:, None])
-        fade = tl.exp2(scores_max - new_max)
-        total = total * fade + tl.sum(weights, 1)
+        weights, fade, scores_max, total = soften(scores, scores_max, total)
         if not IS_STATIC:
             if HAS_LOW:
-                lift = lift * fade + tl.sum(weights * low[None, :], 1)
+                lift = lift * fade + tl.sum(weights * low[None, :], 1, keep_dims=True)
             weights *= value_scale[None, :]
-        acc = product(weights.to(values.dtype), values, acc * fade[:, None], EXACT)
-        scores_max = new_max
+        acc = product(weights.to(values.dtype), values, acc * fade, EXACT)
 
     if IS_STATIC:
         v_scale = tl.load(v_scales + head * V_WIDTH + v_dims, mask=v_wide, other=0.0)
@@ -131,7 +127,7 @@ def quantized_attention(
             v_low = tl.load(v_lows + head * V_WIDTH + v_dims, mask=v_wide, other=0.0)
             acc += total[:, None] * v_low[None, :]
     elif HAS_LOW:
-        acc += lift[:, None]
+        acc += lift
     store_rows(
         out, acc, scores_max, total, part_acc, part_max, part_total, counters, row, split,
         num_splits,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fd_cuda.kernels.common import pad2
+
 from .native_gqa import PROMPT_ROWS, NativeShape
 from .plan import DecodeShape, StreamShape
 
@@ -136,12 +138,12 @@ class Sizes:
     def prefill(self, group: int, width: int, itemsize: int) -> PrefillShape:
         """For prompts."""
         if itemsize == 4:
-            return PrefillShape(max(16, _power_of_2(group)), 16, 4, 1)
+            return PrefillShape(max(16, pad2(group)), 16, 4, 1)
         # Wide heads: two warp groups share what is fetched, with 64 rows each.
         if width > 128 and self.gpu.has_copy_engine:
             return PrefillShape(128, 64, 8, 2)
         # So much shared memory that two programs share a multiprocessor, and their turns overlap.
-        rows = max(64, _power_of_2(group))
+        rows = max(64, pad2(group))
         warps, stages = 4 if rows == 64 and width <= 128 else 8, 3 if width <= 128 else 2
         keys = 64 if group > 5 and not (self.gpu.is_small and width > 128) else 32
         return PrefillShape(rows, keys, warps, stages)
@@ -168,7 +170,3 @@ def stream_blocks(units: int, places: int) -> int:
     where all are of one length. `units`: rows times kv heads; `places`: blocks that run at a
     time."""
     return units * (places // units) if units <= places else units // -(-units // places)
-
-
-def _power_of_2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()

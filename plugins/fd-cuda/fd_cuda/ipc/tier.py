@@ -18,6 +18,7 @@ from fastdeploy_core.errors import ResourceError, WorkerError
 
 from fd_cuda.device import wait
 from fd_cuda.kernels.cache import move_blocks, sum_blocks
+from fd_cuda.torch_device import tensor_at
 
 from .driver import Driver, name_of
 
@@ -117,20 +118,3 @@ class DeviceTier:
             )
         first, second = (self._device.to_device(np.ascontiguousarray(x)) for x in table.T)
         return first, second
-
-
-class _Memory:
-    """In the form in which torch takes memory of a GPU."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
-def tensor_at(address: int, num_bytes: int, index: int) -> Tensor:
-    """Bytes of GPU `index`."""
-    return torch.as_tensor(_Memory(address, num_bytes), device=torch.device("cuda", index))

@@ -28,9 +28,9 @@ from fd_scale_out.receiver_driven import DECODE_ERRORS, Transfer, WireError, che
 
 from fd_cuda.device import wait
 from fd_cuda.kernels.cache import sum_blocks
+from fd_cuda.torch_device import tensor_at
 
 from .driver import Driver, Mappings, name_of
-from .tier import tensor_at
 
 _BATCH_BYTES: Final = 256 << 20  # who cancels waits for so much: 1.6 ms by NVLink
 _driver: Driver | None = None

@@ -187,30 +187,3 @@ def sum_blocks(words: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     sums = torch.empty((blocks.shape[0], tiles), dtype=torch.int64, device=words.device)
     _sum_tiles[(blocks.shape[0], tiles)](words, blocks, sums, num_words, TILE=TILE, num_warps=8)
     return sums.sum(1)
-
-
-# Within a pool whole blocks move rarely and in bulk: torch's gather and scatter run at the
-# memory's speed.
-
-
-def kv_copy_blocks(
-    cache: tuple[torch.Tensor, ...], source: torch.Tensor, target: torch.Tensor
-) -> None:
-    """Block source[i] over block target[i], all read before any is written."""
-    for pool in cache:
-        pool.index_copy_(0, target, pool.index_select(0, source))
-
-
-def kv_read_blocks(
-    cache: tuple[torch.Tensor, ...], blocks: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Copies of the blocks."""
-    return tuple(pool.index_select(0, blocks) for pool in cache)
-
-
-def kv_write_blocks(
-    cache: tuple[torch.Tensor, ...], blocks: torch.Tensor, data: tuple[torch.Tensor, ...]
-) -> None:
-    """Overwrite the blocks, which are distinct."""
-    for pool, part in zip(cache, data, strict=True):
-        pool.index_copy_(0, blocks, part)

@@ -141,26 +141,13 @@ def gate_tiles(weight: torch.Tensor, columns: int) -> TensorDescriptor:
 
 
 def gated(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    order: Order,
-    num_slots: int,
-    divisor: int,
-    shape: Shape = _GATED,
+    x: torch.Tensor, weight: torch.Tensor, order: Order, num_slots: int, divisor: int
 ) -> torch.Tensor:
     """[blocks * ROWS, I] in the order of the blocks: silu(gate) * up of rows slot // divisor of x,
     for weight [E, 2I, K]."""
-    width, depth = weight.shape[1] // 2, weight.shape[2]
-    blocks, across = len(order.experts), cdiv(width, shape.columns)
-    y = torch.empty((blocks * ROWS, width), dtype=x.dtype, device=x.device)
-    w_tiles = gate_tiles(weight, shape.columns)
-    _product[(blocks * across,)](
-        x, w_tiles, w_tiles, x, y, order.slots, order.experts, num_slots, width, depth, x.stride(0),
-        across, 0.0, 0.0, DIVISOR=divisor, BM=ROWS, BN=shape.columns, BK=DEPTH, GATED=True,
-        CLAMPED=False, DENSE=False, BIAS=False, STAGES=shape.stages,
-        **options(num_warps=shape.warps),
-    )  # fmt: skip
-    return y
+    w_tiles, width = gate_tiles(weight, _GATED.columns), weight.shape[1] // 2
+    y = torch.empty((len(order.experts) * ROWS, width), dtype=x.dtype, device=x.device)
+    return _launch(_GATED, x, w_tiles, y, width, num_slots, order, divisor, is_gated=True)
 
 
 def clamped(
@@ -171,22 +158,13 @@ def clamped(
     num_slots: int,
     divisor: int,
     clamp: tuple[float, float],
-    shape: Shape = _PLAIN,
 ) -> torch.Tensor:
     """[blocks * ROWS, N / 2] in the order of the blocks: of rows slot // divisor of x times weight
     [E, N, K] plus bias [E, N], gate and up in turn. `clamp`: alpha and limit of
     moe_experts_clamped."""
-    width, depth = weight.shape[1:]
-    blocks, across = len(order.experts), cdiv(width, shape.columns)
-    y = torch.empty((blocks * ROWS, width // 2), dtype=x.dtype, device=x.device)
-    w_tiles = row_tiles(weight.view(-1, depth), shape.columns)
-    _product[(blocks * across,)](
-        x, w_tiles, w_tiles, bias, y, order.slots, order.experts, num_slots, width, depth,
-        x.stride(0), across, *clamp, DIVISOR=divisor, BM=ROWS, BN=shape.columns, BK=DEPTH,
-        GATED=False, CLAMPED=True, DENSE=False, BIAS=True, STAGES=shape.stages,
-        **options(num_warps=shape.warps),
-    )  # fmt: skip
-    return y
+    w_tiles, width = row_tiles(weight.flatten(0, 1), _PLAIN.columns), weight.shape[1]
+    y = torch.empty((len(order.experts) * ROWS, width // 2), dtype=x.dtype, device=x.device)
+    return _launch(_PLAIN, x, w_tiles, y, width, num_slots, order, divisor, bias, clamp)
 
 
 def plain(
@@ -195,33 +173,46 @@ def plain(
     order: Order,
     num_slots: int,
     bias: torch.Tensor | None = None,
-    shape: Shape = _PLAIN,
 ) -> torch.Tensor:
     """[num_slots, N]: rows of x, which are in the order of the blocks, times weight [E, N, K], plus
     bias [E, N]."""
-    width, depth = weight.shape[1:]
-    blocks, across = len(order.experts), cdiv(width, shape.columns)
+    w_tiles, width = row_tiles(weight.flatten(0, 1), _PLAIN.columns), weight.shape[1]
     y = torch.empty((num_slots, width), dtype=x.dtype, device=x.device)
-    x_tiles, w_tiles = row_tiles(x, ROWS), row_tiles(weight.view(-1, depth), shape.columns)
-    _product[(blocks * across,)](
-        x, x_tiles, w_tiles, x if bias is None else bias, y, order.slots, order.experts, num_slots,
-        width, depth, 0, across, 0.0, 0.0, DIVISOR=1, BM=ROWS, BN=shape.columns, BK=DEPTH,
-        GATED=False, CLAMPED=False, DENSE=False, BIAS=bias is not None, STAGES=shape.stages,
-        **options(num_warps=shape.warps),
-    )  # fmt: skip
-    return y
+    return _launch(_PLAIN, x, w_tiles, y, width, num_slots, order, 1, bias)
 
 
-def dense_gated(x: torch.Tensor, weight: torch.Tensor, shape: Shape = _DENSE) -> torch.Tensor:
+def dense_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """[T, I]: silu(gate) * up of x [T, K] times weight [2I, K]."""
-    num_rows, (width, depth) = x.shape[0], weight.shape
-    width //= 2
-    blocks, across = cdiv(num_rows, ROWS), cdiv(width, shape.columns)
-    y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    x_tiles, w_tiles = row_tiles(x, ROWS), gate_tiles(weight, shape.columns)
+    rows, width = x.shape[0], weight.shape[0] // 2
+    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    w_tiles = gate_tiles(weight, _DENSE.columns)
+    return _launch(_DENSE, x, w_tiles, y, width, rows, None, 1, is_gated=True)
+
+
+def _launch(
+    shape: Shape,
+    x: torch.Tensor,
+    w_tiles: TensorDescriptor,
+    y: torch.Tensor,
+    width: int,
+    num_slots: int,
+    order: Order | None,
+    divisor: int,
+    bias: torch.Tensor | None = None,
+    clamp: tuple[float, float] | None = None,
+    *,
+    is_gated: bool = False,
+) -> torch.Tensor:
+    gathers = order is not None and (is_gated or clamp is not None)
+    x_tiles = w_tiles if gathers else row_tiles(x, ROWS)
+    slots, experts = (x, x) if order is None else (order.slots, order.experts)
+    blocks = cdiv(num_slots, ROWS) if order is None else len(order.experts)
+    across = cdiv(width, shape.columns)
     _product[(blocks * across,)](
-        x, x_tiles, w_tiles, x, y, x, x, num_rows, width, depth, 0, across, 0.0, 0.0,
-        DIVISOR=1, BM=ROWS, BN=shape.columns, BK=DEPTH, GATED=True, CLAMPED=False, DENSE=True,
-        BIAS=False, STAGES=shape.stages, **options(num_warps=shape.warps),
+        x, x_tiles, w_tiles, x if bias is None else bias, y, slots, experts, num_slots, width,
+        x.shape[1], x.stride(0) if gathers else 0, across, *(clamp or (0.0, 0.0)),
+        DIVISOR=divisor, BM=ROWS, BN=shape.columns, BK=DEPTH, GATED=is_gated,
+        CLAMPED=clamp is not None, DENSE=order is None, BIAS=bias is not None, STAGES=shape.stages,
+        **options(num_warps=shape.warps),
     )  # fmt: skip
     return y

@@ -48,6 +48,8 @@ _MANY_ROWS: Final = 1024
 _TILES: Final = (64, 128, 256)
 _WIDE_TILES: Final = (128, 160, 256)  # where weights are unpacked in registers
 TILE_ENDS: Final = 60
+# Turns from which two blocks that divide them are faster than one round of whole tiles.
+_DIVIDED: Final = 72
 # Turns of 128 inputs from which cuBLAS is faster with scales of blocks than tiles of 128 outputs,
 # in large layers.
 _MANY_TURNS: Final = 48
@@ -99,7 +101,9 @@ def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Chosen:
         # One order of sums for all numbers of rows.
         if slabs.kind in (INT8_ROWS, FP8_ROWS):
             return RowGemm(64, 2, 1, 5)
-        return None if slabs.kind == CCQ else Gemm(128, 2, 1, 4, 8)
+        if slabs.kind == CCQ:
+            return None
+        return with_copies(Tile(128, 128, 1, 4, 8, 4, 1), slabs.kind, slabs.scaled)
     if slabs.kind in (INT8_ROWS, FP8_ROWS):
         # Eight rows of x are read as float16 with the weights; more are worth the matrix units' own
         # int8 and fp8.
@@ -187,9 +191,8 @@ def _few_rows_shape(slabs: Slabs, rows: int) -> Gemm | Tile:
     """Layers of less than 8192 outputs: narrow tiles, and blocks that divide K where these are
     few."""
     narrow = -(-slabs.num_slabs // 4)
-    if slabs.num_slabs < 128:
-        block = 32 if rows <= 32 else 64
-        return Gemm(block, 1, _parts(narrow * -(-rows // block), 2.2, 8), 6, 8)
+    if slabs.num_slabs <= 64 and not 32 < rows <= 64:
+        return Gemm(32 if rows <= 32 else 64)
     block = 32 if rows <= 32 else 64 if rows <= 64 else 128
     tile = Tile(block, 64, _parts(narrow * -(-rows // block), 1.0, 4), 4, 8, 4, 1)
     return with_copies(tile, slabs.kind, slabs.scaled)
@@ -249,24 +252,26 @@ def fills(count: int, rows: int) -> bool:
 def _pipe_shape(slabs: Slabs, rows: int) -> Pipe | Persistent | None:
     """None where other kernels, or the library, are faster: tiles that leave the GPU idle, short
     rows of weights."""
-    count, size, stages = slabs.num_slabs, size_of(slabs.num_slabs), 6 if slabs.kind == INT4 else 5
+    count, size, turns = slabs.num_slabs, size_of(slabs.num_slabs), slabs.num_turns
     across = -(-count // 8)
     if rows <= 64 or (size < 2 and rows <= 128):
         return None
-    if rows <= 128:
-        return Pipe(128, 2, _parts(across, 1.0, 2), 7)
-    if (size or rows > _MANY_ROWS) and slabs.num_turns >= 48 and fills(count, rows):
+    tile = None
+    if size and (turns < _LONG if rows <= 512 else size == 1 and turns < 48):
+        tile = _busy_tile(slabs, rows, _WIDE_TILES)
+    if tile is not None and 0 < rows % tile < tile // 4:
+        tile = None  # a last tile of few rows takes longer than a full one
+    if tile is not None and turns < _DIVIDED:
+        return persistent(tile, slabs.kind)
+    if rows > 128 and (size or rows > _MANY_ROWS) and turns >= 48 and fills(count, rows):
         split = _parts(across * -(-rows // 256), 1.0, 2)
+        stages = 6 if slabs.kind == INT4 else 5
         return Pipe(256, 2, split, stages) if split > 1 else persistent(256, slabs.kind)
+    if tile is not None:
+        return persistent(tile, slabs.kind)
     if not size:
         return _own_shape(slabs, rows)
-    if size > 1:
-        return None
-    if slabs.num_turns < 48 and not (slabs.kind == INT4 and _SOME_ROWS < rows <= 512):
-        tile = _busy_tile(slabs, rows, _WIDE_TILES)
-        if tile is not None:
-            return persistent(tile, slabs.kind)
-    if rows > 512:
+    if rows > (512 if size == 1 else 128):
         return None
     groups = 2 if rows <= _SOME_ROWS else 3
     return Pipe(128, groups, _parts(-(-count // (4 * groups)) * -(-rows // 128), 1.0, 2), 7)

@@ -127,10 +127,6 @@ def alone(
     divisor: int,
     bias: torch.Tensor | None = None,
     clamp: tuple[float, float] | None = None,
-    *,
-    columns: int = COLUMNS,
-    depth: int = DEPTH,
-    warps: int = 4,
 ) -> torch.Tensor:
     """[slots, N]: row x[slot // divisor] times the weight [E, N, K] of experts[slot], plus its bias
     [E, N]; rows are not written where an expert is below 0. `clamp`: alpha and limit of
@@ -138,12 +134,12 @@ def alone(
     x, width, slots = x.contiguous(), weight.out_features, experts.numel()
     row_bytes = weight.in_features // 2
     y = torch.empty((slots, width // (2 if clamp else 1)), dtype=x.dtype, device=x.device)
-    across = cdiv(width, columns)
+    across = cdiv(width, COLUMNS)
     alone_product[(slots * across,)](
         x, weight.tensors["weight"].view(torch.uint8), weight.tensors["scale"],
         x if bias is None else bias, y, experts, width, row_bytes, x.stride(0), across,
         *(clamp or (0.0, 0.0)), BIAS=bias is not None, DIVISOR=divisor, CLAMPED=clamp is not None,
-        BN=columns, BK=depth, **options(num_warps=warps, num_stages=1),
+        BN=COLUMNS, BK=DEPTH, **options(num_warps=4, num_stages=1),
     )  # fmt: skip
     return y
 

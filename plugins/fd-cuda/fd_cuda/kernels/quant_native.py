@@ -91,49 +91,44 @@ def product(
     ]
     slabs = weight.num_slabs // 2 if paired else weight.num_slabs
     blocks = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
-    if isinstance(shape, Pipe | Tile):
-        own = [*operands[:4], None, *operands[4:]] if isinstance(shape, Tile) else operands[:6]
-        arguments = [*own, num_rows, weight.out_features, *sizes[:3]]
-        if isinstance(shape, Tile):
-            arguments.append(weight.codes)
+    ends = [num_rows, weight.out_features]
+    if isinstance(shape, Tile):
+        arguments = [*operands[:4], None, *operands[4:], *ends, *sizes[:3], weight.codes]
         fed(shape, defines, x, arguments, slabs, blocks)
+        return y
+    if isinstance(shape, Pipe):
+        fed(shape, defines, x, [*operands[:6], *ends, *sizes[:3]], slabs, blocks)
         return y
     ids = None if grouping is None else grouping.ids
     if weight.kind == CCQ and isinstance(shape, Gemv):
-        _gemv(
-            shape, {**defines, "WIDTH": x.shape[1]},
-            [
-                x, ctypes.c_longlong(x.stride(0)), *operands[:3], weight.codes, weight.lines,
-                *operands[4:], ids, num_rows, weight.out_features, sizes[0], sizes[3],
-            ],
-            slabs, blocks,
-        )  # fmt: skip
+        own = [x, ctypes.c_longlong(x.stride(0)), *operands[:3], weight.codes, weight.lines]
+        arguments = [*own, *operands[4:], ids, *ends, sizes[0], sizes[3]]
+        _few_rows("ccq_gemv", shape, {**defines, "WIDTH": x.shape[1]}, arguments, slabs, blocks)
         return y
+    own, ends = [x, x.stride(0) // 8], [*ends, x.shape[1]]
     if isinstance(shape, Few):
-        own = [x, x.stride(0) // 8, *operands[:6], num_rows, weight.out_features, x.shape[1]]
-        _few(
-            shape,
-            {**defines, "PER_GROUP": sizes[2] if weight.scaled else 1},
-            [*own, *sizes[:2]],
-            slabs,
-            blocks,
-        )
-        return y
-    ends = (num_rows, weight.out_features, x.shape[1])
-    if isinstance(shape, Gemv):
-        arguments = [x, x.stride(0) // 8, *operands, ids, *ends, *sizes]
-        _gemv(shape, defines, arguments, slabs, blocks)
+        names = ("HALF", "Y_HALF", "FORMAT", "SCALED", "PAIRED", "EVEN")
+        known = {name: defines[name] for name in names}
+        known["PER_GROUP"] = sizes[2] if weight.scaled else 1
+        arguments = [*own, *operands[:6], *ends, *sizes[:2]]
+        _few_rows("quant_few", shape, known, arguments, slabs, blocks)
+    elif isinstance(shape, Gemv):
+        arguments = [*own, *operands, ids, *ends, *sizes]
+        _few_rows("quant_gemv", shape, defines, arguments, slabs, blocks)
     else:
-        arguments = [x, x.stride(0) // 8, *operands[:6], *ends, *sizes[:3]]
-        _gemm(shape, defines, arguments, slabs, blocks)
+        _gemm(shape, defines, [*own, *operands[:6], *ends, *sizes[:3]], slabs, blocks)
     return y
 
 
-def _gemv(
-    shape: Gemv, defines: dict[str, int], arguments: list[Any], slabs: int, blocks: int
+def _few_rows(
+    name: str,
+    shape: Gemv,
+    defines: dict[str, int],
+    arguments: list[Any],
+    slabs: int,
+    blocks: int,
 ) -> None:
-    per_block = 1 if defines["PAIRED"] else shape.slabs
-    held = 2 if defines["PAIRED"] else shape.slabs
+    held, each = (2, 1) if defines["PAIRED"] else (shape.slabs, shape.slabs)
     sizes = {
         "TILES": shape.tiles,
         "MT": held,
@@ -141,46 +136,18 @@ def _gemv(
         "AHEAD": shape.ahead,
         "RESIDENT": shape.resident,
     }
-    name = "ccq_gemv" if defines["FORMAT"] == CCQ else "quant_gemv"
-    kernel = native.function(name, {**defines, **sizes})
-    grid = (-(-slabs // per_block), blocks, 1)
     shared = gemv_shared(shape, held, defines["FORMAT"], defines["SCALED"])
+    kernel, grid = native.function(name, {**defines, **sizes}), (-(-slabs // each), blocks, 1)
     native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)
-
-
-def _few(
-    shape: Few, defines: dict[str, int], arguments: list[Any], slabs: int, blocks: int
-) -> None:
-    sizes = {
-        "TILES": shape.tiles,
-        "MT": shape.slabs,
-        "WARPS": shape.warps,
-        "AHEAD": shape.ahead,
-        "RESIDENT": shape.resident,
-    }
-    names = ("HALF", "Y_HALF", "FORMAT", "SCALED", "EVEN", "PER_GROUP")
-    kernel = native.function("quant_few", {**{name: defines[name] for name in names}, **sizes})
-    tiles = -(-slabs // shape.slabs)
-    shared = gemv_shared(shape, shape.slabs, defines["FORMAT"], defines["SCALED"])
-    native.launch(kernel, (tiles, blocks, 1), shape.warps * 32, arguments, shared=shared)
 
 
 def _gemm(
     shape: Gemm, defines: dict[str, int], arguments: list[Any], slabs: int, blocks: int
 ) -> None:
-    sizes = {
-        "BN": shape.rows,
-        "GROUPS": shape.groups,
-        "SPLIT": shape.split,
-        "STAGES": shape.stages,
-        "AHEAD": shape.ahead,
-        "RESIDENT": shape.resident,
-    }
-    kernel = native.function("quant_gemm", {**defines, **sizes})
-    grid = (-(-slabs // (4 * shape.groups)), blocks, shape.split)
+    sizes = {"BN": shape.rows, "GROUPS": 1, "SPLIT": shape.split, "STAGES": shape.stages}
     native.launch(
-        kernel, grid, shape.groups * 128, arguments,
-        shared=gemm_shared(shape), cluster=shape.split,
+        native.function("quant_gemm", {**defines, **sizes}), (-(-slabs // 4), blocks, shape.split),
+        128, arguments, shared=gemm_shared(shape), cluster=shape.split,
     )  # fmt: skip
 
 

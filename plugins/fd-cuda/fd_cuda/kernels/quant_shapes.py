@@ -4,7 +4,7 @@ takes."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, MXFP4, TRELLIS
 
@@ -48,18 +48,14 @@ class Few(Gemv):
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """How quant_gemm.cu is specialized."""
+    """How quant_gemm.cu is specialized, for layers so small that blocks of 64 outputs divide K."""
 
     rows: int  # of x, of a block
-    groups: int  # of four warps
-    split: int  # blocks that divide K
-    stages: int
-    ahead: int  # turns that weights are asked for ahead, in registers; an even number
-    resident: int = 1  # blocks a multiprocessor should hold
+    split: ClassVar[int] = 8  # blocks that divide K
+    stages: ClassVar[int] = 6
 
     def __str__(self) -> str:
-        tile = f"{self.rows}x{self.groups * 64}"
-        return f"gemm {tile} /{self.split} {self.stages}st {self.ahead}a {self.resident}r"
+        return f"gemm {self.rows}x64 /{self.split} {self.stages}st"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +240,7 @@ def end_shared(rows: int, outputs: int, split: int) -> int:
 
 def gemm_shared(shape: Gemm) -> int:
     """Bytes of shared memory of a block: tiles of x, what the end takes, what aligning takes."""
-    tiles = shape.stages * shape.rows * 128
-    end = end_shared(shape.rows, shape.groups * 64, shape.split)
-    return 1024 + (tiles + end if shape.split > 1 else max(tiles, end))
+    return 1024 + shape.stages * shape.rows * 128 + end_shared(shape.rows, 64, shape.split)
 
 
 def pipe_shared(shape: Pipe, kind: int, scaled: int) -> int:

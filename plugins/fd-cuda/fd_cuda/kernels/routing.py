@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .common import cdiv, join_chain, options, pad2
-from .sampling import ordered, unordered
+from .sampling import ranked, unordered
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.moe import RoutingSpec
@@ -22,12 +22,6 @@ _MOST_SORTED = tl.constexpr(128)
 _TAKEN = tl.constexpr(-(2**63))
 # Up to here every expert's program looks at all assignments; above, each program looks at a few.
 _FEW_SLOTS = 4096
-
-
-@triton.jit
-def _rank(x, index):
-    """int64 that orders by x, then by the smaller index."""
-    return (ordered(x).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
 
 @triton.jit
@@ -58,7 +52,7 @@ def _route(
     ranking = scores
     if HAS_BIAS:
         ranking += tl.load(bias_p + expert, mask=inside, other=0.0)
-    rank = tl.where(inside, _rank(ranking, expert), _TAKEN)
+    rank = tl.where(inside, ranked(ranking, expert), _TAKEN)
     if GROUPS > 1:
         # A group is worth its two best experts; what stands in the others is closed.
         best = tl.max(rank, 1)
@@ -67,7 +61,7 @@ def _route(
         if SIZE > 1:
             rest = tl.where(rank == best[:, None], _TAKEN, rank)
             worth += tl.sum(tl.where(rest == tl.max(rest, 1)[:, None], ranking, 0.0), 1)
-        order = tl.where(group < GROUPS, _rank(worth, group), _TAKEN)
+        order = tl.where(group < GROUPS, ranked(worth, group), _TAKEN)
         is_open = tl.zeros((PAD_GROUPS,), tl.int32)
         for _ in tl.static_range(OPEN):
             chosen = order == tl.max(order, 0)

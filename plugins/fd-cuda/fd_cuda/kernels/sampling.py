@@ -34,7 +34,7 @@ def unordered(key):
 
 
 @triton.jit
-def _ranked(x, index):
+def ranked(x, index):
     """int64 whose largest is the largest x, of the smallest index among equals."""
     return (ordered(x).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
@@ -58,7 +58,7 @@ def _largest_of_chunk(
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = columns < width
     x = tl.load(x_p + row * stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
-    best = tl.max(tl.where(inside, _ranked(x, columns), _NOTHING), 0)
+    best = tl.max(tl.where(inside, ranked(x, columns), _NOTHING), 0)
     _store_best(best, value_p, index_p, row * tl.num_programs(1) + chunk)
 
 
@@ -72,7 +72,7 @@ def _largest(value_p, index_p, peak_p, id_p, count, BLOCK: tl.constexpr, PDL: tl
         inside = place < count
         x = tl.load(value_p + row * count + place, mask=inside, other=float("-inf"))
         index = tl.load(index_p + row * count + place, mask=inside, other=0).to(tl.int32)
-        best = tl.maximum(best, tl.max(tl.where(inside, _ranked(x, index), _NOTHING), 0))
+        best = tl.maximum(best, tl.max(tl.where(inside, ranked(x, index), _NOTHING), 0))
     _store_best(best, peak_p, id_p, row)
 
 
@@ -91,7 +91,7 @@ def _race(
     if tl.max(tl.where(inside & (x != float("-inf")), 1, 0), 0) > 0:
         key = row_key(tl.load(seeds_p + row), tl.load(positions_p + row))
         score = x - log_exponential(key, columns.to(tl.int64))
-    best = tl.max(tl.where(inside, _ranked(score, columns), _NOTHING), 0)
+    best = tl.max(tl.where(inside, ranked(score, columns), _NOTHING), 0)
     _store_best(best, value_p, index_p, row * tl.num_programs(1) + chunk)
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fd_cuda.attention.common import LOWEST, look_up, product, slots_of
+from fd_cuda.attention.common import LOWEST, look_up, product, slots_of, soften
 from fd_cuda.attention.decode import store_rows
 from fd_cuda.kernels.common import leave_chain
 
@@ -94,12 +94,8 @@ def latent_attention(
         scores = product(turned, tl.trans(rope), scores, EXACT) * scale
         visible = (first + n)[None, :] <= last[:, None]
         scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(scores_max, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_max[:, None])
-        fade = tl.exp2(scores_max - new_max)
-        total = total * fade + tl.sum(weights, 1)
-        acc = product(weights.to(latent.dtype), latent, acc * fade[:, None], EXACT)
-        scores_max = new_max
+        weights, fade, scores_max, total = soften(scores, scores_max, total)
+        acc = product(weights.to(latent.dtype), latent, acc * fade, EXACT)
 
     store_rows(
         out, acc, scores_max, total, part_acc, part_max, part_total, counters, row, split,

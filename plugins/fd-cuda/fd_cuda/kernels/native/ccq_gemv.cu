@@ -11,11 +11,11 @@
 #include "quant.cuh"
 
 #define COLUMNS (8 * TILES)
+#define OUT (PAIRED ? 16 : 16 * MT)
 #include "rows.cuh"
 
 #define TURNS (WIDTH / 64)
 #define ROUNDS ((TURNS + WARPS - 1) / WARPS)
-#define OUT (PAIRED ? 16 : 16 * MT)
 #if HALF
 #define MIDDLE 1056.f
 #else
@@ -26,14 +26,6 @@
 
 __device__ __forceinline__ void await_turn() {
   asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
-}
-
-// d = c + a b
-__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const float* c) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
-               "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};"
-               : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
 // By an integer dot product, as the unit for logic and shifts has most to do; what picks a byte is read where it is used.
@@ -218,19 +210,5 @@ ccq_gemv(const u16* x, long long x_stride, const uint2* __restrict__ w, const un
   __syncthreads();  // sums stand where x was
   store_sums((float*)memory, sum, warp, lane, GROUPED ? COLUMNS : M - (int)blockIdx.y * COLUMNS);
   __syncthreads();
-
-  static_assert(WARPS * 32 % OUT == 0, "a thread finishes numbers of one output");
-  for (int e = thread; e < COLUMNS * OUT; e += WARPS * 32) {
-    const int c = e % OUT, n = e / OUT, column = tile * OUT + c;
-    const int at = slot_of(n, slots, ids, M);
-    if (at >= M || column >= width) continue;
-    const float* line = (const float*)memory + c * PITCH + n;
-    float value = of_all_warps(line, MT * 16 * PITCH) * own_scale;
-    if (PAIRED) {
-      value = silu(value) * (of_all_warps(line + 16 * PITCH, MT * 16 * PITCH) * other_scale);
-    } else if (bias != nullptr) {
-      value += widen(bias[column]);
-    }
-    y[(u64)at * width + column] = narrow(value);
-  }
+  store_results((const float*)memory, nullptr, own_scale, other_scale, bias, y, tile * OUT, width, M, slots, ids, divisor);
 }

@@ -74,6 +74,12 @@ __device__ __forceinline__ void await_reads() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(left) : "memory");
 }
 
+// Groups of four warps that feed give registers to those that multiply.
+template <int kept>
+__device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kept)); }
+template <int taken>
+__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(taken)); }
+
 // What this thread has stored to shared memory is there for the copy engine to read.
 __device__ __forceinline__ void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -7,36 +7,21 @@
 // do not depend on their order.
 
 #include "common.cuh"
+#include "copies.cuh"
+#define SPLIT CLUSTER
+#include "cluster.cuh"
 
 #define WARPS (THREADS / 32)
 #define MINE(x, i) (x)[(i) * THREADS]  // of ITEMS, what a thread has of the row
 #define FEW (4 * THREADS)
 #define PIVOTS 3
 
-__device__ __forceinline__ u32 shared_address(const void* p) {
-  return (u32)__cvta_generic_to_shared(p);
-}
-
-__device__ __forceinline__ u32 at_rank(u32 address, int rank) {
-  u32 remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  return remote;
-}
-
-__device__ __forceinline__ void store_remote(u32 address, u64 value) {
+__device__ __forceinline__ void send(u32 address, u64 value) {
   asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
 }
 
-__device__ __forceinline__ void store_remote(u32 address, u32 value) {
+__device__ __forceinline__ void send(u32 address, u32 value) {
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ void store_remote(u32 address, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-
-__device__ __forceinline__ void meet() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ long long key_of(float x) {
@@ -145,8 +130,8 @@ __device__ __forceinline__ Amounts summed(Amounts mine, Shared& s, int& turn, in
     const u32 to = at_rank(shared_address(&s.per_block[turn][rank]), threadIdx.x);
 #pragma unroll
     for (int i = 0; i < PIVOTS; i++) {
-      store_remote(to + i * 8, sum.mass[i]);
-      store_remote(to + PIVOTS * 8 + i * 4, sum.count[i]);
+      send(to + i * 8, sum.mass[i]);
+      send(to + PIVOTS * 8 + i * 4, sum.count[i]);
     }
   }
   meet();
@@ -197,7 +182,7 @@ __device__ __forceinline__ float smallest_kept(const float* x, float low, float 
       u32 place;
       asm volatile("atom.shared::cluster.add.u32 %0, [%1], 1;"
                    : "=r"(place) : "r"(at_rank(shared_address(&s.listed), 0)) : "memory");
-      store_remote(at_rank(shared_address(s.list + place), 0), value);
+      send(at_rank(shared_address(s.list + place), 0), value);
     }
   }
   meet();
@@ -224,7 +209,7 @@ __device__ __forceinline__ float smallest_kept(const float* x, float low, float 
       narrow_range<BY_MASS>(range, pivots, amounts, wanted);
     }
     if (threadIdx.x < CLUSTER)
-      store_remote(at_rank(shared_address(&s.result), threadIdx.x), (u64)range.low);
+      send(at_rank(shared_address(&s.result), threadIdx.x), (u64)range.low);
   }
   meet();
   return value_of(s.result);
@@ -244,7 +229,7 @@ __device__ __forceinline__ u64 total_of(u64 mine, Shared& s, int& turn, int rank
   if (threadIdx.x < CLUSTER) {
     u64 sum = 0;
     for (int w = 0; w < WARPS; w++) sum += s.warp_total[w];
-    store_remote(at_rank(shared_address(&s.total[turn][rank]), threadIdx.x), sum);
+    send(at_rank(shared_address(&s.total[turn][rank]), threadIdx.x), sum);
   }
   meet();
   u64 all = 0;
@@ -278,8 +263,8 @@ __device__ __forceinline__ Extent extent_of(const float* x, Shared& s, int& turn
       highest = fmaxf(highest, s.warp_highest[w]);
       lowest = fminf(lowest, s.warp_lowest[w]);
     }
-    store_remote(at_rank(shared_address(&s.highest[turn][rank]), threadIdx.x), highest);
-    store_remote(at_rank(shared_address(&s.lowest[turn][rank]), threadIdx.x), lowest);
+    send(at_rank(shared_address(&s.highest[turn][rank]), threadIdx.x), highest);
+    send(at_rank(shared_address(&s.lowest[turn][rank]), threadIdx.x), lowest);
   }
   const int now = turn;
   Extent extent = {LOWEST, -LOWEST, total_of(count, s, turn, rank)};

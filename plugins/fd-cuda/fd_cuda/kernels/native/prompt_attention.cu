@@ -67,15 +67,7 @@ __device__ __forceinline__ void meet_group(int group) { asm volatile("bar.sync %
 __device__ __forceinline__ void await_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 3) : "memory"); }
 __device__ __forceinline__ void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group + 3) : "memory"); }
 
-#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 40;")
-#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 232;")
-
 // END OF INSTRUCTIONS
-
-#ifndef GIVE_REGISTERS
-#define GIVE_REGISTERS()
-#define TAKE_REGISTERS()
-#endif
 
 // Tokens of a row, from `begin` of the `fed` that it feeds on, behind `context` in the cache; for one kv head.
 struct Item {
@@ -403,11 +395,11 @@ prompt_attention(const __grid_constant__ TensorMap q, const __grid_constant__ Te
   wait_for_previous();
   const Items items = {tiles, heads, num_tiles * heads, 0, 0};
   if (warp >= CONSUMERS) {
-    GIVE_REGISTERS();
+    give_registers<40>();
     if (warp == CONSUMERS)
       feed(q, k, v, k_cache, v_cache, items, tables, stride_table, at, queries, keys, values, thread & 31);
     return;
   }
-  TAKE_REGISTERS();
+  take_registers<232>();
   attend(items, out, scale, at, queries, keys, values, memory + (values - start), thread);
 }

@@ -48,15 +48,7 @@ __device__ __forceinline__ u16 narrow_fp8(float first, float second) {
   return pair;
 }
 
-#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 40;")
-#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 232;")
-
 // END OF INSTRUCTIONS
-
-#ifndef GIVE_REGISTERS
-#define GIVE_REGISTERS()
-#define TAKE_REGISTERS()
-#endif
 
 // x / y, correctly rounded, with y's correctly rounded reciprocal (Markstein).
 __device__ __forceinline__ float quotient(float x, float y, float inverse) {
@@ -297,10 +289,10 @@ quant_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
   unsigned char *const rooms = ring.tiles + STAGES * STAGE, *const lines = memory + 16 * STAGES;
   float4* const inbox = (float4*)(rooms + MULTIPLIERS * ROOM);
   if (warp < MULTIPLIERS) {
-    TAKE_REGISTERS();
+    take_registers<232>();
     multiply_tiles(of, boxes_of_y, {y, y_scales, bias}, ring, rooms + warp * ROOM, lines, inbox, warp, lane);
   } else {
-    GIVE_REGISTERS();
+    give_registers<40>();
     if (thread == MULTIPLIERS * 32) feed(x, w, of, ring);
     if (warp == MULTIPLIERS + 1) feed_scales(of, ring, shared_address(lines), lane);
 #if SPLIT > 1

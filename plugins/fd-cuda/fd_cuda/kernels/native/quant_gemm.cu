@@ -1,4 +1,4 @@
-// y[M, N] = x[M, K] W[N, K]^T with packed W, for tens to hundreds of rows.
+// y[M, N] = x[M, K] W[N, K]^T with packed W, for tens of rows and few outputs.
 //
 // wgmma with W from registers: the slabs of quant.cuh are what its lanes hold, so weights go from memory to
 // registers AHEAD turns of 64 inputs ahead and are unpacked while the matrix units work on the slab
@@ -13,6 +13,7 @@
 
 #define THREADS (GROUPS * 128)
 #define OUT (GROUPS * 64)
+#define AHEAD 8
 #define STAGE (BN * 128)
 #define STEP (THREADS / 8)  // rows between pieces of 16 bytes that one thread asks for
 #define PIECES_X ((BN + STEP - 1) / STEP)
@@ -35,7 +36,7 @@ __device__ __forceinline__ void unpack_slab(u32 (*a)[4], const Slab& held, const
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* __restrict__ groups,
            const float* __restrict__ scales, const float* x_scales, const u16* __restrict__ bias, u16* y,
            int M, int N, int K, int slabs, int turns, int per_group) {
@@ -47,7 +48,7 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
   const int num_groups = (turns + per_group - 1) / per_group;
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   unsigned char* tiles = memory + (base - shared_address(memory));
-  float* parts = (float*)(tiles + (SPLIT > 1 ? STAGES * STAGE : 0));
+  float* parts = (float*)(tiles + STAGES * STAGE);
   announce_start();
   // A slab after the last repeats it; nothing of its is stored.
   const int slab = min(tile * GROUPS * 4 + warp, slabs - 1);
@@ -125,12 +126,8 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
   await_products<0>();
   fence_registers(sum[0]);
 
-#if SPLIT > 1
   await_start();
-#endif
-  constexpr bool is_apart = SPLIT > 1;
-  if (!is_apart) await_copies<0>();
   const Ending ending{parts, scales, x_scales, nullptr, bias, y, nullptr, 0, first_row, rank, M, N};
   const int column = tile * OUT + warp * 16;
-  finish<THREADS, is_apart>(ending, find_factors<THREADS, 1>(ending, column, thread), sum, column, thread);
+  finish<THREADS, true>(ending, find_factors<THREADS, 1>(ending, column, thread), sum, column, thread);
 }

@@ -11,22 +11,17 @@
 #include "quant.cuh"
 
 #define COLUMNS (8 * TILES)
+#define OUT (PAIRED ? 16 : 16 * MT)
 #include "rows.cuh"
 
 #define STAGE (COLUMNS * 128)  // bytes of x of one turn
 #define RING (AHEAD * STAGE)
-#define OUT (PAIRED ? 16 : 16 * MT)
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
 __device__ __forceinline__ void await_turns() {
   asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD / 2 - 1) : "memory");
   __syncwarp();
-}
-
-__device__ __forceinline__ void load_matrices(u32* b, u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
 }
 
 __device__ __forceinline__ void load_chunk(u32* b, u32 address) {
@@ -213,23 +208,5 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
   __syncthreads();  // sums stand where x was
   store_sums((float*)memory, sum, warp, lane, GROUPED ? COLUMNS : M - (int)blockIdx.y * COLUMNS);
   __syncthreads();
-
-  static_assert(WARPS * 32 % OUT == 0, "a thread finishes numbers of one output");
-  for (int e = thread; e < COLUMNS * OUT; e += WARPS * 32) {
-    const int c = e % OUT, n = e / OUT, column = tile * OUT + c;
-    const int at = slot_of(n, slots, ids, M);
-    if (at >= M || column >= width) continue;
-    const float* line = (const float*)memory + c * PITCH + n;
-    float value = of_all_warps(line, MT * 16 * PITCH);
-    float other = PAIRED ? of_all_warps(line + 16 * PITCH, MT * 16 * PITCH) : 0.f;
-    const float x_scale = x_scales == nullptr ? 1.f : x_scales[GROUPED ? at / divisor : at];
-    value *= own_scale * x_scale;
-    if (PAIRED) {
-      other *= other_scale * x_scale;
-      value = silu(value) * other;
-    } else if (bias != nullptr) {
-      value += widen_y(bias[column]);
-    }
-    y[(u64)at * width + column] = narrow_y(value);
-  }
+  store_results((const float*)memory, x_scales, own_scale, other_scale, bias, y, tile * OUT, width, M, slots, ids, divisor);
 }

@@ -1,3 +1,20 @@
+// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
+
+__device__ __forceinline__ void load_matrices(u32* b, u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
+}
+
+// d = c + a b
+__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const float* c) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
+               "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};"
+               : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+// END OF INSTRUCTIONS
+
 // The row of y that a block of COLUMNS rows computes as its n-th; M or more where there is none. GROUPED: `slots` says
 // so, or with `ids` every block has one.
 __device__ __forceinline__ int slot_of(int n, const int* slots, const long long* ids, int M) {
@@ -34,3 +51,23 @@ __device__ __forceinline__ Sum of_all_warps(const Sum* part, int step) {
   for (int i = 0; i < WARPS; i++) total += part[i * step];
   return total;
 }
+
+#ifdef OUT  // outputs of a block, of weights in slabs
+// Sums of all warps, times scales, to y: outputs from `first` on, each of which has one thread that brings its scale, with
+// PAIRED those of a gate and of what belongs to it.
+__device__ __forceinline__ void store_results(const float* parts, const float* x_scales, float own_scale, float other_scale,
+                                              const u16* bias, u16* y, int first, int width, int M, const int* slots,
+                                              const long long* ids, int divisor) {
+  static_assert(WARPS * 32 % OUT == 0, "a thread finishes numbers of one output");
+  for (int e = threadIdx.x; e < COLUMNS * OUT; e += WARPS * 32) {
+    const int c = e % OUT, n = e / OUT, column = first + c, at = slot_of(n, slots, ids, M);
+    if (at >= M || column >= width) continue;
+    const float* line = parts + c * PITCH + n;
+    const float x_scale = x_scales == nullptr ? 1.f : x_scales[GROUPED ? at / divisor : at];
+    float value = of_all_warps(line, MT * 16 * PITCH) * (own_scale * x_scale);
+    if (PAIRED) value = silu(value) * (of_all_warps(line + 16 * PITCH, MT * 16 * PITCH) * (other_scale * x_scale));
+    else if (bias != nullptr) value += widen_y(bias[column]);
+    y[(u64)at * width + column] = narrow_y(value);
+  }
+}
+#endif

@@ -65,13 +65,6 @@ __device__ __forceinline__ void store_transposed(u32 address, u32 first, u32 sec
 #define BOTH_SHARED "%128, %129"
 #define FLAG "%130"
 #define ONE_SHARED "{%128,%129,%130,%131}, %132"
-#elif BN == 240
-#define D_LIST "{" D120 "}"
-#define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32), R32(c, d, 64), R16(c, d, 96), R8(c, d, 112)
-#define SIZE "m64n240"
-#define BOTH_SHARED "%120, %121"
-#define FLAG "%122"
-#define ONE_SHARED "{%120,%121,%122,%123}, %124"
 #elif BN == 224
 #define D_LIST "{" D112 "}"
 #define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32), R32(c, d, 64), R16(c, d, 96)
@@ -107,13 +100,6 @@ __device__ __forceinline__ void store_transposed(u32 address, u32 first, u32 sec
 #define BOTH_SHARED "%64, %65"
 #define FLAG "%66"
 #define ONE_SHARED "{%64,%65,%66,%67}, %68"
-#elif BN == 112
-#define D_LIST "{" D56 "}"
-#define D_REGS(c, d) R32(c, d, 0), R16(c, d, 32), R8(c, d, 48)
-#define SIZE "m64n112"
-#define BOTH_SHARED "%56, %57"
-#define FLAG "%58"
-#define ONE_SHARED "{%56,%57,%58,%59}, %60"
 #elif BN == 96
 #define D_LIST "{" D48 "}"
 #define D_REGS(c, d) R32(c, d, 0), R16(c, d, 32)
