@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import emulation
@@ -51,7 +52,8 @@ def made(rows: Rows, heads: tuple[int, int], **options: Any) -> tuple[Step, Page
     name, library = ("cuda" if HAS_GPU else "cpu"), {"tensor_library": "torch"}
     device = lookup("device", name)(DeviceOptions(**library, num_threads=1))
     dtype, size = options.pop("dtype", "bfloat16"), options.pop("block_size", 64)
-    spec = gqa(dtype, *heads, 128)
+    spec = gqa(dtype, *heads, options.pop("width", 128))
+    spec = replace(spec, window=options.pop("window", 0), sinks=options.pop("sinks", False))
     driver = PagedAttention(spec, size, device, None)
     if not HAS_GPU:
         driver.use(Sizes(Gpu(3, True)))
@@ -92,6 +94,26 @@ def test_prompts(case: Any, is_exact: bool) -> None:
     rows, heads, size, dtype = case
     step, driver = made(rows, heads, block_size=size, dtype=dtype, rotary_dim=128)
     step.check(driver, step.batch(is_exact=is_exact))
+
+
+# Windows that end within a tile of keys and at its begin, shorter and longer than it; in the step's
+# own keys and in the cache, of which everything before them is NaN.
+OTHERS: list[tuple[Rows, tuple[int, int], int, int, int, str]] = [
+    ([(150, 150), (20, 420), (9, 9)], (8, 1), 64, 128, 64, "bfloat16"),
+    ([(33, 161), (300, 310)], (14, 2), 64, 40, 16, "float16"),
+    ([(12, 400), (260, 260)], (6, 2), 64, 0, 128, "bfloat16"),
+    ([(30, 300), (200, 210)], (4, 2), 128, 129, 32, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_narrow_heads_windows_and_sinks(case: Any, sinks: bool) -> None:
+    rows, heads, width, window, size, dtype = case
+    step, driver = made(
+        rows, heads, width=width, window=window, sinks=sinks, block_size=size, dtype=dtype
+    )
+    step.check(driver, step.batch())
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")
@@ -141,5 +163,11 @@ def test_what_it_does_not_serve() -> None:
     assert NativePrompts(spec, 64).serves
     for other, size in ((spec, 48), (spec, 1), (gqa("float32", 8, 1, 128), 64)):
         assert not NativePrompts(other, size).serves
-    assert not NativePrompts(gqa("bfloat16", 8, 1, 64), 64).serves
-    assert not NativePrompts(gqa("bfloat16", 128, 1, 128), 64).serves
+    for other in (
+        gqa("bfloat16", 8, 1, 96),
+        gqa("bfloat16", 128, 1, 128),
+        replace(gqa("bfloat16", 8, 1, 64), v_head_dim=128),
+        replace(spec, chunk=128),
+        replace(spec, softcap=30.0),
+    ):
+        assert not NativePrompts(other, 64).serves

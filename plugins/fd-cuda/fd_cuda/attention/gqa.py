@@ -207,15 +207,13 @@ class PagedAttention:
         return _Decodes(native or shape, max_tokens, rows, items, counters, parts)
 
     def _tiles(self, batch: AttentionBatch) -> _Tiles:
-        chosen = self._prompt_shape()
-        tokens = chosen.rows // self._group
+        chosen, tokens = self._prompt_shape()
         tiles = prefill_tiles(batch.cu_seqlens_q, batch.seq_lens, self._short, tokens)
         return _Tiles(chosen, tokens, self._device.to_device(tiles))
 
     def _tiles_found_there(self, batch: AttentionBatch) -> _Tiles:
         """Of rows that only the device knows."""
-        chosen = self._prompt_shape()
-        tokens = chosen.rows // self._group
+        chosen, tokens = self._prompt_shape()
         return _Tiles(chosen, tokens, prompt_tiles(batch, 1, tokens))
 
     def _tiles_of_all(self, batch: AttentionBatch) -> _Tiles:
@@ -224,10 +222,12 @@ class PagedAttention:
         tokens = chosen.rows // self._group
         return _Tiles(chosen, tokens, prompt_tiles(batch, 0, tokens))
 
-    def _prompt_shape(self) -> PrefillShape:
-        if self._native_prompts.serves:
-            return self.sizes.native_prefill()
-        return self.sizes.prefill(self._group, self._pad, self._itemsize)
+    def _prompt_shape(self) -> tuple[PrefillShape, int]:
+        """And tokens of a tile."""
+        if rows := self._native_prompts.rows:
+            return self.sizes.native_prefill(rows), rows // self._group
+        chosen = self.sizes.prefill(self._group, self._pad, self._itemsize)
+        return chosen, chosen.rows // self._group
 
     # -- once a layer -----------------------------------------------------------------------------
 
@@ -387,7 +387,7 @@ class PagedAttention:
         v, cache, batch = given.v, given.cache, given.batch
         if self._native_prompts.serves and self._native_prompts.can_run(q, v):
             processors = self.sizes.gpu.num_multiprocessors
-            own = (q, k, v, out, cache, batch, tiles.tiles, self._scale, processors)
+            own = (q, k, v, out, cache, batch, tiles.tiles, given.sinks, self._scale, processors)
             self._native_prompts.run(*own)
             return
         heads = spec.num_kv_heads
