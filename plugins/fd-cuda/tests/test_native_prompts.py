@@ -74,13 +74,19 @@ LARGE: list[Rows] = [
     [(128, 128)] * 32,
     [(2000, 2001), (9, 70), (1, 100), (257, 257)],
 ]
-SHAPES: list[tuple[tuple[int, int], int, str]] = [
-    ((16, 2), 64, "bfloat16"),
-    ((16, 2), 16, "float16"),
-    ((20, 4), 64, "bfloat16"),
-    ((16, 8), 32, "bfloat16"),
-    ((4, 4), 128, "float16"),
-    ((64, 8), 64, "bfloat16"),
+# (heads, block size, dtype, width, window, sinks)
+SHAPES: list[tuple[tuple[int, int], int, str, int, int, bool]] = [
+    ((16, 2), 64, "bfloat16", 128, 0, False),
+    ((16, 2), 16, "float16", 128, 0, False),
+    ((20, 4), 64, "bfloat16", 128, 1024, False),
+    ((16, 8), 32, "bfloat16", 128, 0, True),
+    ((4, 4), 128, "float16", 128, 0, False),
+    ((64, 8), 64, "bfloat16", 128, 0, False),
+    ((64, 8), 64, "bfloat16", 64, 0, True),
+    ((64, 8), 16, "bfloat16", 64, 128, True),
+    ((14, 2), 32, "float16", 64, 1000, False),
+    ((9, 3), 128, "float16", 64, 0, False),
+    ((4, 4), 64, "bfloat16", 64, 77, True),
 ]
 
 
@@ -118,10 +124,11 @@ def test_narrow_heads_windows_and_sinks(case: Any, sinks: bool) -> None:
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_long_prompts(shape: tuple[tuple[int, int], int, str]) -> None:
-    heads, size, dtype = shape
+def test_long_prompts(shape: tuple[tuple[int, int], int, str, int, int, bool]) -> None:
+    heads, size, dtype, width, window, sinks = shape
+    options: dict[str, Any] = {"width": width, "window": window, "sinks": sinks}
     for rows in LARGE:
-        step, driver = made(rows, heads, block_size=size, dtype=dtype)
+        step, driver = made(rows, heads, block_size=size, dtype=dtype, **options)
         out, _ = step.run(driver, step.batch())
         for row, (fed, _) in enumerate(rows):
             begin = step.starts[row]
@@ -139,13 +146,20 @@ def expected(step: Step, row: int) -> torch.Tensor:
     for head in range(spec.num_kv_heads):
         q = step.q[begin : begin + fed, head * group : (head + 1) * group].cuda().double()
         k, v = (
-            torch.cat((old[slots, head], own[begin : begin + fed, head])).cuda().double()
+            torch.cat((old[slots, head].nan_to_num(), own[begin : begin + fed, head]))
+            .cuda()
+            .double()
             for old, own in ((step.old_k, step.k), (step.old_v, step.v))
         )
         scores = q.transpose(0, 1) @ k.T * spec.scale
         keys = torch.arange(length, device="cuda")
-        late = keys > keys[length - fed :, None]
-        heads.append((scores.masked_fill(late, float("-inf")).softmax(-1) @ v).transpose(0, 1))
+        ahead = keys - keys[length - fed :, None]
+        hidden = ahead > 0 if not spec.window else (ahead > 0) | (ahead <= -spec.window)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if step.sinks is not None:
+            sinks = step.sinks[head * group : (head + 1) * group].cuda().double()
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, fed, 1)), -1)
+        heads.append((scores.softmax(-1)[..., :length] @ v).transpose(0, 1))
     return torch.cat(heads, 1).reshape(fed, -1)
 
 
