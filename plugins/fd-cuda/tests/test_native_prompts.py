@@ -103,8 +103,8 @@ def test_prompts(case: Any, is_exact: bool) -> None:
 
 
 # (rows, heads, width, window, sinks, block size, dtype). Windows that end within a tile of keys and
-# at its begin, shorter and longer than it; in the step's own keys and in the cache, where everything
-# before them is NaN.
+# at its begin, shorter and longer than it; in the step's own keys and in the cache, where all that
+# lies before them is NaN.
 OTHERS: list[tuple[Rows, tuple[int, int], int, int, bool, int, str]] = [
     ([(150, 150), (20, 420), (9, 9)], (8, 1), 64, 128, True, 64, "bfloat16"),
     ([(33, 161), (140, 150)], (7, 1), 64, 40, False, 16, "float16"),
