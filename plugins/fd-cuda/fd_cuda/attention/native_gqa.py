@@ -50,7 +50,8 @@ class _PromptSizes:
     """How prompt_attention.cu is specialized for heads of one width."""
 
     row_groups: int  # of 64 rows, which are tokens times heads of a group
-    stages: int  # turns of keys in shared memory
+    queries: int  # items whose queries are in shared memory
+    stages: int  # turns of keys there
     by_products: int  # of so many weights one is no power of the special units'; 0: none
 
     @property
@@ -65,11 +66,12 @@ class _PromptSizes:
 
     def shared_bytes(self, width: int) -> int:
         """Queries, keys and values, barriers, and a slot of each thread that has rows."""
-        numbers = (self.rows + 2 * self.stages * _KEYS) * width
-        return _ALIGNMENT + 2 * numbers + 8 * (2 + 4 * self.stages) + 4 * 128 * self.row_groups
+        numbers = (self.queries * self.rows + 2 * self.stages * _KEYS) * width
+        barriers = 2 * self.queries + 4 * self.stages
+        return _ALIGNMENT + 2 * numbers + 8 * barriers + 4 * 128 * self.row_groups
 
 
-_PROMPT_SIZES: Final = {64: _PromptSizes(3, 4, 4), 128: _PromptSizes(2, 2, 0)}
+_PROMPT_SIZES: Final = {64: _PromptSizes(3, 2, 4, 0), 128: _PromptSizes(2, 1, 2, 0)}
 
 
 def norm_arguments(norms: HeadNorms | None) -> tuple[Tensor | None, Tensor | None, float]:
@@ -221,6 +223,7 @@ class NativePrompts:
             "BLOCK_SIZE": self._block_size,
             "BOX": self._box,
             "THREADS": sizes.threads,
+            "QUERIES": sizes.queries,
             "STAGES": sizes.stages,
             "BY_PRODUCTS": sizes.by_products,
             "TILE_WORDS": TILE_WORDS,
