@@ -52,7 +52,6 @@ class _PromptSizes:
     row_groups: int  # of 64 rows, which are tokens times heads of a group
     queries: int  # items whose queries are in shared memory
     stages: int  # turns of keys there
-    by_products: int  # of so many weights one is no power of the special units'; 0: none
 
     @property
     def rows(self) -> int:
@@ -71,7 +70,7 @@ class _PromptSizes:
         return _ALIGNMENT + 2 * numbers + 8 * barriers + 4 * 128 * self.row_groups
 
 
-_PROMPT_SIZES: Final = {64: _PromptSizes(3, 2, 4, 0), 128: _PromptSizes(2, 1, 2, 0)}
+_PROMPT_SIZES: Final = {64: _PromptSizes(3, 2, 4), 128: _PromptSizes(2, 1, 2)}
 
 
 def norm_arguments(norms: HeadNorms | None) -> tuple[Tensor | None, Tensor | None, float]:
@@ -225,7 +224,6 @@ class NativePrompts:
             "THREADS": sizes.threads,
             "QUERIES": sizes.queries,
             "STAGES": sizes.stages,
-            "BY_PRODUCTS": sizes.by_products,
             "TILE_WORDS": TILE_WORDS,
         }
         values = v.as_strided((v.shape[0], heads * width), (v.stride(0), 1))

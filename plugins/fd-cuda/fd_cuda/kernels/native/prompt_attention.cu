@@ -219,16 +219,6 @@ __device__ __forceinline__ void feed(const TensorMap& q, const TensorMap& k, con
   }
 }
 
-// The powers of two of numbers of at most 8, as near as float16 shows, without the units that make powers: of what is left
-// of the next whole number a polynomial, whose exponent that number is added to. 0 below 2 to the -127th.
-__device__ __forceinline__ float power_by_products(float x) {
-  constexpr float whole = 12582912.f;  // 1.5 times 2 to the 23rd: a sum's lowest bits are a whole number
-  x = fmaxf(x, -127.f);
-  const float sum = x + whole, rest = x - (sum - whole);
-  const float part = fmaf(fmaf(fmaf(0.05500893f, rest, 0.24221097f), rest, 0.69328293f), rest, 1.f);
-  return __int_as_float(__float_as_int(part) + (__float_as_int(sum) << 23));
-}
-
 // A thread's rows, two of 64: near the running maximum of products, and its own part of the sum of weights.
 struct Softmax {
   float most[2], total[2];
@@ -251,8 +241,7 @@ struct Softmax {
       for (int i = 0; i < KEYS / 8; i++)
 #pragma unroll
         for (int e = r * 2; e < r * 2 + 2; e++) {
-          const float logit = fmaf(scores[i * 4 + e], scale, -zero);
-          const float weight = BY_PRODUCTS && i % BY_PRODUCTS == 0 ? power_by_products(logit) : power(logit);
+          const float weight = power(fmaf(scores[i * 4 + e], scale, -zero));
           scores[i * 4 + e] = weight;
           sum += weight;
         }
