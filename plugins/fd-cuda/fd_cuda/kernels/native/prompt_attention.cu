@@ -2,9 +2,9 @@
 // some tokens of a row and the query heads of one kv head, which are the rows of one matrix.
 //
 // One warp feeds: the copy engine brings queries of QUERIES items and, STAGES turns of 128 keys ahead, keys and values, those
-// of the next item while this one ends. Groups of four warps have 64 rows each. Each asks for the product of its queries with the next keys
-// and of its weights with the values before, and makes weights while these run; the groups take turns at asking, so that
-// one makes weights while the matrix units work for another.
+// of the next item while this one ends. Groups of four warps have 64 rows each. Each asks for the product of its queries
+// with the next keys and of its weights with the values before, and makes weights while these run; the groups take turns at
+// asking, so that one makes weights while the matrix units work for another.
 // A row's own keys and values are read where they lie, the diagonal first, those before them from the cache, BOX of a block
 // at a time. Turns that end before the item's WINDOW are left out. The order of a row's sums depends on its tokens alone.
 
