@@ -16,6 +16,7 @@ from fastdeploy_core.contracts.device import DeviceOptions
 
 from fastdeploy_testing.drivers import lookup
 from fd_cuda.attention import gqa as drivers
+from fd_cuda.attention import native_gqa
 from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.attention.native_gqa import NativePrompts
 from fd_cuda.attention.tuning import Gpu, Sizes
@@ -45,6 +46,12 @@ def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(tensor_map, name, getattr(quant_emulation, name))
     elif not native.has_wgmma():
         pytest.skip("needs a Hopper GPU")
+
+
+@pytest.fixture
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are served, too, so that steps can be short."""
+    monkeypatch.setattr(native_gqa, "_LEAST_WINDOW", 1)
 
 
 def made(rows: Rows, heads: tuple[int, int], **options: Any) -> tuple[Step, PagedAttention]:
@@ -82,9 +89,9 @@ SHAPES: list[tuple[tuple[int, int], int, str, int, int, bool]] = [
     ((16, 8), 32, "bfloat16", 128, 0, True),
     ((4, 4), 128, "float16", 128, 0, False),
     ((64, 8), 64, "bfloat16", 128, 0, False),
-    ((64, 8), 64, "bfloat16", 64, 0, True),
-    ((64, 8), 16, "bfloat16", 64, 128, True),
-    ((14, 2), 32, "float16", 64, 1000, False),
+    ((32, 8), 64, "bfloat16", 64, 0, True),
+    ((32, 8), 16, "bfloat16", 64, 128, True),
+    ((10, 2), 32, "float16", 64, 1000, False),
     ((9, 3), 128, "float16", 64, 0, False),
     ((4, 4), 64, "bfloat16", 64, 77, True),
 ]
@@ -106,13 +113,14 @@ def test_prompts(case: Any, is_exact: bool) -> None:
 # at its begin, shorter and longer than it; in the step's own keys and in the cache, where all that
 # lies before them is NaN.
 OTHERS: list[tuple[Rows, tuple[int, int], int, int, bool, int, str]] = [
-    ([(150, 150), (20, 420), (9, 9)], (8, 1), 64, 128, True, 64, "bfloat16"),
-    ([(33, 161), (140, 150)], (7, 1), 64, 40, False, 16, "float16"),
+    ([(150, 150), (20, 420), (9, 9)], (4, 1), 64, 128, True, 64, "bfloat16"),
+    ([(33, 161), (140, 150)], (5, 1), 64, 40, False, 16, "float16"),
     ([(12, 300), (140, 140)], (6, 2), 64, 0, True, 128, "bfloat16"),
     ([(30, 300), (140, 150)], (4, 2), 128, 129, True, 32, "bfloat16"),
 ]
 
 
+@pytest.mark.usefixtures("short_windows")
 @pytest.mark.parametrize("case", OTHERS, ids=str)
 def test_narrow_heads_windows_and_sinks(case: Any) -> None:
     rows, heads, width, window, sinks, size, dtype = case
@@ -121,6 +129,7 @@ def test_narrow_heads_windows_and_sinks(case: Any) -> None:
     step.check(driver, step.batch())
 
 
+@pytest.mark.usefixtures("short_windows")
 @pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_long_prompts(shape: tuple[tuple[int, int], int, str, int, int, bool]) -> None:
@@ -162,10 +171,11 @@ def expected(step: Step, row: int) -> torch.Tensor:
     return torch.cat(heads, 1).reshape(fed, -1)
 
 
+@pytest.mark.usefixtures("short_windows")
 @pytest.mark.parametrize(("width", "window"), [(128, 0), (64, 100)])
 def test_other_rows_do_not_matter(width: int, window: int) -> None:
     """Not even where what follows a row is not finite."""
-    step, driver = made([(70, 200), (140, 140)], (8, 1), width=width, window=window)
+    step, driver = made([(70, 200), (140, 140)], (5, 1), width=width, window=window)
     alone, _ = step.run(driver, step.batch())
     step.qkv[70:] = float("nan")
     beside, _ = step.run(driver, step.batch())
@@ -174,13 +184,20 @@ def test_other_rows_do_not_matter(width: int, window: int) -> None:
 
 def test_what_it_does_not_serve() -> None:
     spec = gqa("bfloat16", 8, 1, 128)
-    assert NativePrompts(spec, 64).serves
+    for served in (
+        spec,
+        replace(spec, window=1024, sinks=True, offsets=True),
+        gqa("bfloat16", 10, 2, 64),
+    ):
+        assert NativePrompts(served, 64).serves
     for other, size in ((spec, 48), (spec, 1), (gqa("float32", 8, 1, 128), 64)):
         assert not NativePrompts(other, size).serves
     for other in (
-        gqa("bfloat16", 8, 1, 96),
+        gqa("bfloat16", 4, 1, 96),
         gqa("bfloat16", 128, 1, 128),
-        replace(gqa("bfloat16", 8, 1, 64), v_head_dim=128),
+        gqa("bfloat16", 6, 1, 64),
+        replace(gqa("bfloat16", 4, 1, 64), v_head_dim=128),
+        replace(spec, window=1023),
         replace(spec, chunk=128),
         replace(spec, softcap=30.0),
     ):

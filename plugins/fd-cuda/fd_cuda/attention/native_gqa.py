@@ -4,8 +4,8 @@ Prompts: prompt_attention.cu.
 
 They need heads of 128 in 16 bits and rows aligned to 16 bytes, decodes at most 32 query rows
 (tokens times heads of a group), prompts Hopper and blocks that share boxes of 128 keys; prompts may
-have heads of 64, windows and sinks, too. Everything else takes the Triton kernels of decode.py and
-prefill.py, over the same plan.
+have heads of 64 in small groups, long windows, and sinks, too. Everything else takes the Triton
+kernels of decode.py and prefill.py, over the same plan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ WIDTH: Final = 128
 MAX_COLUMNS: Final = 32
 _OLDEST_WITH_CLUSTERS: Final = (9, 0)
 _KEYS: Final = 128
-_MAX_GROUP: Final = 64
+_MAX_GROUP: Final = {64: 5, 128: 64}  # more heads of 64 take the Triton kernel as long or less
+_LEAST_WINDOW: Final = 1024  # of 128 the Triton kernel takes less, which has smaller tiles
 _ALIGNMENT: Final = 1024
 
 
@@ -50,8 +51,7 @@ class _PromptSizes:
     """How prompt_attention.cu is specialized for heads of one width."""
 
     row_groups: int  # of 64 rows, which are tokens times heads of a group
-    queries: int  # items whose queries are in shared memory
-    stages: int  # turns of keys there
+    stages: int  # turns of keys in shared memory
 
     @property
     def rows(self) -> int:
@@ -65,12 +65,11 @@ class _PromptSizes:
 
     def shared_bytes(self, width: int) -> int:
         """Queries, keys and values, barriers, and a slot of each thread that has rows."""
-        numbers = (self.queries * self.rows + 2 * self.stages * _KEYS) * width
-        barriers = 2 * self.queries + 4 * self.stages
-        return _ALIGNMENT + 2 * numbers + 8 * barriers + 4 * 128 * self.row_groups
+        numbers = (self.rows + 2 * self.stages * _KEYS) * width
+        return _ALIGNMENT + 2 * numbers + 8 * (2 + 4 * self.stages) + 4 * 128 * self.row_groups
 
 
-_PROMPT_SIZES: Final = {64: _PromptSizes(3, 2, 4), 128: _PromptSizes(2, 1, 2)}
+_PROMPT_SIZES: Final = {64: _PromptSizes(3, 4), 128: _PromptSizes(2, 2)}
 
 
 def norm_arguments(norms: HeadNorms | None) -> tuple[Tensor | None, Tensor | None, float]:
@@ -183,7 +182,8 @@ class NativePrompts:
         self._box = min(block_size, _KEYS)  # of the cache, keys that lie together
         self.serves = (
             _suits(spec, _PROMPT_SIZES, {"offsets", "sinks", "window"})
-            and self._group <= _MAX_GROUP
+            and self._group <= _MAX_GROUP[spec.head_dim]
+            and (not spec.window or spec.window >= _LEAST_WINDOW)
             and self._box >= 8
             and _KEYS % self._box == block_size % self._box == 0
             and native.has_wgmma()
@@ -222,7 +222,6 @@ class NativePrompts:
             "BLOCK_SIZE": self._block_size,
             "BOX": self._box,
             "THREADS": sizes.threads,
-            "QUERIES": sizes.queries,
             "STAGES": sizes.stages,
             "TILE_WORDS": TILE_WORDS,
         }

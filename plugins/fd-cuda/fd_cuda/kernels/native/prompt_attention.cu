@@ -1,10 +1,10 @@
 // Attention of prompts, heads of WIDTH, 64 or 128: as many blocks as there are multiprocessors take one item after the other,
 // some tokens of a row and the query heads of one kv head, which are the rows of one matrix.
 //
-// One warp feeds: the copy engine brings queries of QUERIES items and, STAGES turns of 128 keys ahead, keys and values, those
-// of the next item while this one ends. Groups of four warps have 64 rows each. Each asks for the product of its queries
-// with the next keys and of its weights with the values before, and makes weights while these run; the groups take turns at
-// asking, so that one makes weights while the matrix units work for another.
+// One warp feeds: the copy engine brings queries and, STAGES turns of 128 keys ahead, keys and values, those of the next item
+// while this one ends. Groups of four warps have 64 rows each. Each asks for the product of its queries with the next keys
+// and of its weights with the values before, and makes weights while these run; the groups take turns at asking, so that
+// one makes weights while the matrix units work for another.
 // A row's own keys and values are read where they lie, the diagonal first, those before them from the cache, BOX of a block
 // at a time. Turns that end before the item's WINDOW are left out. The order of a row's sums depends on its tokens alone.
 
@@ -139,7 +139,8 @@ __device__ __forceinline__ Turn turn_of(const Item& item, int nth) {
   const bool is_own = nth < own;
   const int last = is_own ? item.own_end() : (item.context + KEYS - 1) / KEYS + own;
   const int first = (last - 1 - nth) * KEYS;
-  return {is_own, first, (is_own ? item.fed : item.context) - first, is_own ? 0 : max(item.first_seen() - first, 0)};
+  const int gone = WINDOW && !is_own ? max(item.first_seen() - first, 0) : 0;
+  return {is_own, first, (is_own ? item.fed : item.context) - first, gone};
 }
 
 // A block's items: of each round of as many as there are blocks one, from the front and from the back in turn, because
@@ -166,7 +167,8 @@ struct Barriers {
 __device__ __forceinline__ void feed(const TensorMap& q, const TensorMap& k, const TensorMap& v, const TensorMap& k_cache,
                                      const TensorMap& v_cache, Items items, const int* tables, int stride_table,
                                      const Barriers& at, u32 queries, u32 keys, u32 values, int lane) {
-  Place place = {0, 1}, query = {0, 1};  // the phase before the first one counts as ended
+  Place place = {0, 1};  // the phase before the first one counts as ended
+  u32 round = 1;
   for (Item item = items.next(), following; item.fed; item = following) {
     following = items.next();  // long before it is looked at
     const int turns = item.turns(), own = item.own_turns();
@@ -186,12 +188,12 @@ __device__ __forceinline__ void feed(const TensorMap& q, const TensorMap& k, con
 #pragma unroll
       for (int of_values = 0; of_values < 2; of_values++) {
         if (of_values && nth == 0 && lane == 0) {  // the memory of keys is free before that of queries
-          const u32 full = at.full_queries + 8 * query.stage, to = queries + query.stage * PARTS * PART_QUERIES;
-          await_phase(at.empty_queries + 8 * query.stage, query.parity);
-          expect(full, ROWS * WIDTH * 2);
+          await_phase(at.empty_queries, round);
+          expect(at.full_queries, ROWS * WIDTH * 2);
 #pragma unroll
           for (int part = 0; part < PARTS; part++)
-            copy_heads(to + part * PART_QUERIES, q, part * 64, item.head * GROUP, item.first + item.begin, full);
+            copy_heads(queries + part * PART_QUERIES, q, part * 64, item.head * GROUP, item.first + item.begin,
+                       at.full_queries);
         }
         const u32 full = (of_values ? at.full_values : at.full_keys) + 8 * place.stage;
         const u32 to = (of_values ? values : keys) + place.stage * TILE;
@@ -215,7 +217,7 @@ __device__ __forceinline__ void feed(const TensorMap& q, const TensorMap& k, con
         }
       }
     }
-    advance<QUERIES>(query);
+    round ^= 1;
   }
 }
 
@@ -232,7 +234,7 @@ struct Softmax {
       for (int i = 0; i < KEYS / 8; i++) high = fmaxf(high, fmaxf(scores[i * 4 + r * 2], scores[i * 4 + r * 2 + 1]));
       high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
       high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
-      if ((high - most[r]) * scale <= MOST_ABOVE) high = most[r];  // then nothing fades
+      if (WIDTH == 64 && (high - most[r]) * scale <= MOST_ABOVE) high = most[r];  // then nothing fades
       const float zero = high == LOWEST ? 0.f : high * scale;  // a row may see none of the keys so far
       fade[r] = power(most[r] * scale - zero);
       most[r] = high;
@@ -348,7 +350,9 @@ __device__ __forceinline__ void attend(Items items, u16* out, const float* sinks
                                        u32 keys, u32 values, unsigned char* values_there, int thread) {
   const int lane = thread & 31, group = __shfl_sync(~0u, thread / 128, 0);
   const int row = thread / 32 * 16 + (lane >> 2);  // and eight after it
-  Place query = {0, 0}, key = {0, 0}, value = {0, 0};
+  const u32 own_queries = queries + group * 64 * 128;
+  Place key = {0, 0}, value = {0, 0};
+  u32 round = 0;
   const int next_group = group == ROW_GROUPS - 1 ? 0 : group + 1;
   if (next_group == 0) give_turn(0);
   for (Item item = items.next(), following; item.fed; item = following) {
@@ -373,7 +377,7 @@ __device__ __forceinline__ void attend(Items items, u16* out, const float* sinks
       fence_all(scores);
       if (lane == 0) {
         arrive_at(at.empty_keys + 8 * key.stage);
-        if (nth == turns - 1) arrive_at(at.empty_queries + 8 * query.stage);
+        if (nth == turns - 1) arrive_at(at.empty_queries);
       }
       advance<STAGES>(key);
       const Turn turn = turn_of(item, nth);
@@ -383,8 +387,8 @@ __device__ __forceinline__ void attend(Items items, u16* out, const float* sinks
       rows.weigh(scores, scale, fade);
     };
 
-    await_phase(at.full_queries + 8 * query.stage, query.parity);
-    const u32 own_queries = queries + query.stage * PARTS * PART_QUERIES + group * 64 * 128;
+    await_phase(at.full_queries, round);
+    round ^= 1;
     await_phase(at.full_keys + 8 * key.stage, key.parity);
     await_turn(group);
     begin_products();
@@ -423,7 +427,6 @@ __device__ __forceinline__ void attend(Items items, u16* out, const float* sinks
     end_products();
     await_products<0>();
     leave_values();
-    advance<QUERIES>(query);
     store(out, item, items.heads, sinks, scale, rows, sum, row, lane);
   }
 }
@@ -437,16 +440,13 @@ prompt_attention(const __grid_constant__ TensorMap q, const __grid_constant__ Te
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
   const u32 start = shared_address(memory), queries = (start + 1023) & ~1023u;
-  const u32 keys = queries + QUERIES * PARTS * PART_QUERIES, values = keys + STAGES * TILE, bars = values + STAGES * TILE;
-  const u32 rings = bars + 16 * QUERIES;  // of keys and of values, full and empty
-  const Barriers at = {bars, bars + 8 * QUERIES, rings, rings + 8 * STAGES, rings + 16 * STAGES, rings + 24 * STAGES,
+  const u32 keys = queries + PARTS * PART_QUERIES, values = keys + STAGES * TILE, bars = values + STAGES * TILE;
+  const u32 rings = bars + 16;  // of keys and of values, full and empty
+  const Barriers at = {bars, bars + 8, rings, rings + 8 * STAGES, rings + 16 * STAGES, rings + 24 * STAGES,
                        rings + 32 * STAGES};
   if (thread == 0) {
-#pragma unroll
-    for (int s = 0; s < QUERIES; s++) {
-      make_barrier(at.full_queries + 8 * s, 1);
-      make_barrier(at.empty_queries + 8 * s, CONSUMERS);
-    }
+    make_barrier(at.full_queries, 1);
+    make_barrier(at.empty_queries, CONSUMERS);
 #pragma unroll
     for (int s = 0; s < STAGES; s++) {
       make_barrier(at.full_keys + 8 * s, 1);
