@@ -30,8 +30,8 @@ WIDTH: Final = 128
 MAX_COLUMNS: Final = 32
 _OLDEST_WITH_CLUSTERS: Final = (9, 0)
 _KEYS: Final = 128
-_MAX_GROUP: Final = {64: 5, 128: 64}  # more heads of 64 take the Triton kernel as long or less
-_LEAST_WINDOW: Final = 1024  # of 128 the Triton kernel takes less, which has smaller tiles
+_MAX_GROUP: Final = {64: 5, 128: 64}  # for more heads of 64 the Triton kernel is as quick
+_LEAST_WINDOW: Final = 1024  # of 128 the Triton kernel is quicker, whose tiles are smaller
 _ALIGNMENT: Final = 1024
 
 
