@@ -13,14 +13,12 @@ from fastdeploy_core.errors import ConfigError
 from .logs import setup_logging
 from .parsing import parse_table
 
-logger = logging.getLogger(__name__)
-
 
 def main(argv: Sequence[str]) -> int:
     """Serve until a signal."""
     setup_logging(envs.read("FD_LOG_LEVEL"))  # arguments without effect are lines of the log, too
     for name, meant in envs.misspelt():
-        logger.warning("%s has no effect; did you mean %s?", name, meant)
+        logging.getLogger(__name__).warning("%s has no effect; did you mean %s?", name, meant)
     about = "Serve a model through an OpenAI-compatible API."
     values, _ = parse_table(argv, "fastdeploy serve", about, ("engine", "server"))
     if level := values.get("log_level"):

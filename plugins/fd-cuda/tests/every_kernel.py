@@ -279,7 +279,7 @@ def adapters() -> None:
             weight = random(width, depth, dtype=dtype)
             a, b = random(3, 16, depth, dtype=dtype), random(3, width, 8, dtype=dtype)
             slots = integers(4, rows, dtype=torch.int32) - 1
-            more = (a, b, (width // 2, width), slots, {})
+            more = (a, b, (width // 2, width), slots)
             product = table["adapted_product"]
             product("plain", x, norm, EPS, weight, None, None, *more)
             product("gated", x, norm, EPS, weight, None, None, *more)

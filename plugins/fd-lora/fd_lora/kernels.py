@@ -14,11 +14,10 @@ are in float32; a x is rounded to y's dtype.
 A device may have, too, for plain weights [N, K] that no cell prepares:
 
     adapted_product(
-        epilogue, x, norm_weight, eps, weight, bias, residual, a, b, ends, slots, kept) -> y
+        epilogue, x, norm_weight, eps, weight, bias, residual, a, b, ends, slots) -> y
 
 linear, norm_linear, linear_add (epilogue "add") or gated_linear ("gated": ends [N / 2, N]) with
-what lora adds to the product, before the activation. kept: a dict of the engine's own, in which
-a device may keep memory from one call to the next; calls with the same one follow one another.
+what lora adds to the product, before the activation.
 """
 
 from __future__ import annotations

@@ -94,10 +94,8 @@ class AdaptedLinear:
         kernels: KernelTable,
         slots: Slots,
         ends: tuple[int, ...],
-        kept: dict[Any, Any],
     ) -> None:
         self._rows, self._kernels, self._slots, self._ends = rows, kernels, slots, ends
-        self._kept = kept
         self._kernel = kernels["lora"]
 
     def __call__(
@@ -138,7 +136,7 @@ class AdaptedLinear:
         y: Tensor
         if "adapted_product" in kernels and not self._rows.is_idle:
             joint = kernels["adapted_product"]
-            y = joint(epilogue, *operands, residual, *self._adapters(x), self._kept)
+            y = joint(epilogue, *operands, residual, *self._adapters(x))
             return y
         if residual is not None:
             y = kernels["linear_add"](x, weight, bias, residual)
@@ -174,7 +172,6 @@ class AdapterLayers:
         self._kernels, self._rows = kernels, StepRows(device)
         self._targets = Targets(device, config.model.dtype, self._lora.max_lora_rank)
         self._layers: list[Slots] = []
-        self._kept: dict[Any, Any] = {}  # by kernels, see adapted_product
         self._free = list(range(self._lora.max_loras))
         self._slot_of: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._users: Counter[int] = Counter()  # sequences of each slot
@@ -213,7 +210,7 @@ class AdapterLayers:
         self._targets.canonical = build.weights.canonical
         self._targets.add(slots, spec, pieces, in_piece)
         ends = np.cumsum([part.out_features for part in spec.parts]).tolist()
-        return AdaptedLinear(self._rows, self._kernels, slots, tuple(ends), self._kept)
+        return AdaptedLinear(self._rows, self._kernels, slots, tuple(ends))
 
     def attach(self, rows: Tensor) -> None:
         """The model is there: adapters that the operator named have to fit it. rows [max_num_seqs]

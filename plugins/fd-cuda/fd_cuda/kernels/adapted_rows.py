@@ -22,6 +22,9 @@ from . import many_rows
 from .common import cdiv, join_chain, options, pad2
 
 _SPLITS, _SHARE = 4, 1024  # most parts of the inputs, and the least inputs of one
+_TURNS = (
+    4  # programs that share out a tile's adapters: one tile has a step's decoded tokens, of all
+)
 _GATED, _PLAIN = many_rows.Shape(64, 4, 3), many_rows.Shape(128, 4, 3)
 
 
@@ -41,20 +44,20 @@ class Sums:
 def _sums(
     x_p, a_p, inner_p, slots_p, num_rows, x_stride,
     K: tl.constexpr, RANKS: tl.constexpr, PADDED: tl.constexpr, SHARE: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    TURNS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """inner [splits, T, RANKS]: A times x over SHARE inputs."""
-    split = tl.program_id(1)
-    rows = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    """inner [splits, T, RANKS]: A times x over SHARE inputs, of every so many adapters one."""
+    split = tl.program_id(2)
+    rows = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
     join_chain(PDL)
     slots = tl.load(slots_p + rows, mask=rows < num_rows, other=-1)
     last = tl.max(slots, 0)
     if last >= 0:
-        first = tl.min(tl.where(slots < 0, last, slots), 0)
+        first = tl.min(tl.where(slots < 0, last, slots), 0) + tl.program_id(0)
         ranks = tl.arange(0, PADDED)
         place = (split.to(tl.int64) * num_rows + rows)[:, None] * RANKS + ranks[None, :]
         a_rows = a_p + first.to(tl.int64) * RANKS * K + ranks[:, None] * K
-        for slot in range(first, last + 1):
+        for slot in range(first, last + 1, TURNS):
             mine = slots == slot
             if tl.max(mine.to(tl.int32), 0) > 0:
                 inner = tl.zeros((BM, PADDED), dtype=tl.float32)
@@ -71,7 +74,7 @@ def _sums(
                     inner = tl.dot(x, tl.trans(a), inner, input_precision="ieee")
                 mask = mine[:, None] & (ranks < RANKS)[None, :]
                 tl.store(inner_p + place, inner, mask=mask)
-            a_rows += RANKS * K
+            a_rows += TURNS * RANKS * K
 
 
 @triton.jit
@@ -195,9 +198,11 @@ def sums_of(
     share = cdiv(cdiv(depth, splits), columns) * columns
     splits = cdiv(depth, share)
     inner = torch.empty((splits, num_rows, ranks), dtype=torch.float32, device=x.device)
-    _sums[(cdiv(num_rows, rows), splits)](
+    turns = min(_TURNS, a.shape[0])
+    _sums[(turns, cdiv(num_rows, rows), splits)](
         x, a, inner, slots, num_rows, x.stride(0), K=depth, RANKS=ranks, PADDED=padded, SHARE=share,
-        BM=rows, BK=columns, **options(num_warps=4, num_stages=4 if columns == 64 else 3),
+        TURNS=turns, BM=rows, BK=columns,
+        **options(num_warps=4, num_stages=4 if columns == 64 else 3),
     )  # fmt: skip
     return Sums(inner, b, ends, slots)
 

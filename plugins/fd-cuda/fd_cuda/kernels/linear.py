@@ -91,14 +91,19 @@ def greedy_linear(
 
 
 def plan_with_adapters(
-    epilogue: str, x: torch.Tensor, weight: torch.Tensor, adapters: Adapters, *, has_norm: bool
+    epilogue: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    adapters: adapted.Shape,
+    *,
+    has_norm: bool,
 ) -> Plan | None:
     """How native/gemm.cu computes a product with its adapters; None where it does not."""
     if not _is_readable(epilogue, x, weight):
         return None
     plan = _plan(epilogue, x, weight, has_norm=has_norm)
     product = _product(epilogue, x, weight, has_norm=has_norm)
-    return adapted.choose(plan, product, x.shape[0], adapters.shape)
+    return adapted.choose(plan, product, x.shape[0], adapters)
 
 
 def _product(epilogue: str, x: torch.Tensor, weight: torch.Tensor, *, has_norm: bool) -> Product:
@@ -214,7 +219,7 @@ def _specialization(
         "SPLIT": plan.split,
         "RESIDENT": int(share <= plan.stages),
     }
-    more = {} if adapters is None else adapted.defines(plan, product, adapters)
+    more = {} if adapters is None else adapted.defines(adapters)
     return "gemm", {**defines, **sizes, **more}
 
 
@@ -240,8 +245,7 @@ def _launch(
     arguments = [x, ctypes.c_longlong(x.stride(0)), *norm, weight, bias, residual, y]
     arguments += (num_rows, width, float(eps)) if plan.kind == "gemv" else sizes
     if adapters is not None:
-        product = _product(epilogue, x, weight, has_norm=has_norm)
-        arguments.append(adapters.record(plan, product, num_rows))
+        arguments.append(adapters.record())
     native.launch(
         how.kernel, how.grid, how.threads, arguments, shared=how.shared, cluster=plan.split
     )
@@ -276,10 +280,10 @@ def _prepared(
     if plan.kind == "gemv":
         blocks = -(-outputs // (8 if epilogue == "gated" else 16))
         return _Launch(kernel, (blocks, 1, 1), plan.warps * 32, 0)
-    threads, blocks = plan.rows * 2, adapted.num_blocks(plan, product, num_rows, adapters)
+    columns = plan.columns // 2 if epilogue == "gated" else plan.columns
+    blocks = -(-outputs // columns) * -(-num_rows // plan.rows)
     if adapters is None:
         shared = shared_bytes(plan.rows, plan.columns, plan.stages, plan.split)
     else:
         shared = adapted.all_shared_bytes(plan, adapters)
-        threads += adapted.HELPERS
-    return _Launch(kernel, (blocks, 1, plan.split), threads, shared)
+    return _Launch(kernel, (blocks, 1, plan.split), plan.rows * 2, shared)

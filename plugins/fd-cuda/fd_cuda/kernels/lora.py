@@ -1,10 +1,11 @@
 """The operations `lora` and `adapted_product` of fd-lora: what adapters add to a product, each row
 with its own or none.
 
-Few rows of plain weights: the product's own kernel adds it, see native/gemm.cu. Else two launches.
-The first computes A x: a program takes one adapter and a share of the inputs, for all of the
-layer's parts at once, so that x is read once. The second adds these sums up and adds B A x:
-of few rows a program takes one adapter and a tile of outputs; for many rows see adapted_rows.py.
+A first launch computes A x: of few rows each by itself (row_sums.py), with the norm before it,
+or a program takes one adapter and a share of the inputs, for all of the layer's parts at once, so
+that x is read once. The product's kernel adds B A x where the weight is plain and rows are few
+(native/gemm.cu), else a second launch: of few rows a program takes one adapter and a tile of
+outputs; for many rows see adapted_rows.py.
 Sums are added in one order, so a row does not depend on the others.
 
 Rows are not sorted: of few rows a program finds those that have its adapter, of many it takes a
@@ -17,20 +18,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from . import linear
-from .adapted import Adapters
+from .adapted import Adapters, Shape
 from .adapted_rows import even, finish, product, sums_of, tiles_of
 from .common import batch_invariant, cdiv, join_chain, options, pad2
 from .norm import rms_norm, silu_and_mul
+from .row_sums import row_sums, splits_of_rows
 
 FEW = 256  # rows among which a program looks for its own
 MOST_SPLITS = 16  # parts of the inputs
+_SPLITS = 8  # where a product's kernel reads them, which has many blocks
 
 
 @triton.jit
@@ -142,26 +144,48 @@ def lora(
     x = x if x.stride(1) == 1 else x.contiguous()
     num_slots, ranks, depth = a.shape
     rank, has_norm = b.shape[2], norm_weight is not None
-    plan = choose(width, depth, ranks, str(y.dtype).removeprefix("torch."))
+    plan = choose(width, depth, ranks, str(y.dtype).removeprefix("torch."), MOST_SPLITS)
     tiles, num_tiles = tiles_of(tuple(ends), plan.columns, y.device)
-    splits, groups = cdiv(depth, plan.depth), cdiv(num_rows, plan.rows)
-    inner = torch.empty((splits, num_rows, ranks), dtype=torch.float32, device=y.device)
-    squares = None
-    if has_norm:
-        squares = torch.empty((splits, num_rows), dtype=torch.float32, device=y.device)
-    most = max(16, pad2(num_rows))
-    sizes = {"K": depth, "RANKS": ranks, "MOST": most, "BM": plan.rows, "NORM": has_norm}
-    _shrink[(splits, num_slots, groups)](
-        x, norm_weight, a, inner, squares, slots, num_rows, x.stride(0),
-        PADDED=max(16, pad2(ranks)), BK=plan.inner, DEPTH=plan.depth,
-        **sizes, **options(num_warps=plan.warps, num_stages=plan.stages),
-    )  # fmt: skip
+    inner, squares = _sums(x, norm_weight, a, slots, plan)
+    splits, groups = inner.shape[0], cdiv(num_rows, plan.rows)
+    sizes = _sizes(plan, num_rows, depth, ranks, has_norm=has_norm)
     _expand[(num_tiles, num_slots, groups)](
         y, inner, squares, b, slots, tiles, num_rows, y.stride(0), eps,
         N=width, R=rank, RANK=max(16, pad2(rank)), SPLITS=splits, EVEN=even(ends),
         BN=plan.columns, **sizes, **options(num_warps=plan.warps),
     )  # fmt: skip
     return y
+
+
+def _sizes(
+    plan: Plan, num_rows: int, depth: int, ranks: int, *, has_norm: bool
+) -> dict[str, int | bool]:
+    most = max(16, pad2(num_rows))
+    return {"K": depth, "RANKS": ranks, "MOST": most, "BM": plan.rows, "NORM": has_norm}
+
+
+def _sums(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    a: torch.Tensor,
+    slots: torch.Tensor,
+    plan: Plan,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A x of each row's own adapter over parts of the inputs, [parts, T, ranks]; with a norm's
+    weight A times x * w, and the squares of x."""
+    num_rows, (num_slots, ranks, depth) = x.shape[0], a.shape
+    splits, groups = cdiv(depth, plan.depth), cdiv(num_rows, plan.rows)
+    inner = torch.empty((splits, num_rows, ranks), dtype=torch.float32, device=x.device)
+    squares = None
+    if norm_weight is not None:
+        squares = torch.empty((splits, num_rows), dtype=torch.float32, device=x.device)
+    _shrink[(splits, num_slots, groups)](
+        x, norm_weight, a, inner, squares, slots, num_rows, x.stride(0),
+        PADDED=max(16, pad2(ranks)), BK=plan.inner, DEPTH=plan.depth,
+        **_sizes(plan, num_rows, depth, ranks, has_norm=squares is not None),
+        **options(num_warps=plan.warps, num_stages=plan.stages),
+    )  # fmt: skip
+    return inner, squares
 
 
 def _is_many(num_rows: int) -> bool:
@@ -180,20 +204,16 @@ def adapted_product(
     b: torch.Tensor,
     ends: Sequence[int],
     slots: torch.Tensor,
-    kept: dict[Any, Any],
 ) -> torch.Tensor:
     """A plain product of x, or of rms_norm(x), with what adapters add to it: "plain"; "add", on top
-    of the residual, which may be overwritten; or "gated", silu(gate) * up. In one launch for few
-    rows, see native/gemm.cu."""
-    adapters = Adapters(a, b, tuple(ends), slots, kept)
-    has_norm = norm_weight is not None
-    plan = linear.plan_with_adapters(epilogue, x, weight, adapters, has_norm=has_norm)
-    if plan is not None:
-        if residual is not None and not residual.is_contiguous():
-            residual = residual.contiguous()
-        return linear.compute(plan, epilogue, x, norm_weight, eps, weight, bias, residual, adapters)
+    of the residual, which may be overwritten; or "gated", silu(gate) * up."""
+    operands = (epilogue, x, norm_weight, eps, weight, bias, residual)
+    adapters = (a, b, ends, slots)
+    y = _of_few(*operands, *adapters)
+    if y is not None:
+        return y
     if _is_many(x.shape[0]):
-        return _of_many(epilogue, x, norm_weight, eps, weight, bias, residual, adapters)
+        return _of_many(*operands, *adapters)
     if residual is not None:
         y = linear.linear_add(x, weight, bias, residual)
     elif norm_weight is not None:
@@ -204,6 +224,39 @@ def adapted_product(
     return silu_and_mul(y) if epilogue == "gated" else y
 
 
+def _of_few(
+    epilogue: str,
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    ends: Sequence[int],
+    slots: torch.Tensor,
+) -> torch.Tensor | None:
+    """adapted_product where native/gemm.cu computes it: A x, then all else in one launch."""
+    num_rows, (num_slots, ranks, depth), rank = x.shape[0], a.shape, b.shape[2]
+    has_norm = norm_weight is not None
+    splits = splits_of_rows(num_rows, ranks, rank, depth, has_norm=has_norm)
+    by_tiles = choose(0, depth, ranks, "bfloat16", _SPLITS)
+    shape = Shape(num_slots, rank, tuple(ends), splits or cdiv(depth, by_tiles.depth))
+    plan = linear.plan_with_adapters(epilogue, x, weight, shape, has_norm=has_norm)
+    if plan is None:
+        return None
+    if splits:
+        x, inner = row_sums(x, norm_weight, eps, a, rank, slots, splits)
+    else:
+        x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
+        inner, _ = _sums(x, None, a, slots, by_tiles)
+    if residual is not None and not residual.is_contiguous():
+        residual = residual.contiguous()
+    adapters = Adapters(b, shape.ends, slots, inner)
+    return linear.compute(plan, epilogue, x, None, 0.0, weight, bias, residual, adapters)
+
+
 def _of_many(
     epilogue: str,
     x: torch.Tensor,
@@ -212,11 +265,14 @@ def _of_many(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    adapters: Adapters,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    ends: Sequence[int],
+    slots: torch.Tensor,
 ) -> torch.Tensor:
     """adapted_product of many rows."""
     x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
-    sums = sums_of(x, adapters.a, adapters.b, adapters.ends, adapters.slots)
+    sums = sums_of(x, a, b, tuple(ends), slots)
     is_gated = epilogue == "gated"
     if residual is not None:
         return finish(linear.linear_add(x, weight, bias, residual), sums, is_gated=False)
@@ -239,10 +295,10 @@ class Plan:
 
 
 @functools.cache
-def choose(width: int, depth: int, ranks: int, dtype: str) -> Plan:
+def choose(width: int, depth: int, ranks: int, dtype: str, most_splits: int) -> Plan:
     """All loads of a program are under way at once."""
     # Numbers of A in shared memory; what is multiplied in float32 takes twice the room.
     held = 16384 if dtype == "bfloat16" else 8192
     inner = max(16, min(256, pad2(depth), held // max(16, pad2(ranks))))
-    share = cdiv(cdiv(depth, MOST_SPLITS), inner) * inner
+    share = cdiv(cdiv(depth, most_splits), inner) * inner
     return Plan(16, 64 if width < 4096 else 128, share, inner, 4, 2)

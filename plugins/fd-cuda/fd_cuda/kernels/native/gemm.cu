@@ -7,10 +7,7 @@
 // asked for again.
 // GATED: the first half of a tile are gate rows, the second the up rows that belong to them.
 // A row of x comes out the same whatever M is.
-// LORA: the first blocks multiply x with the first halves A of all adapters, over a small part of K each, so
-// that they end early. In the others a second group of warps waits for these sums and fetches, while the
-// first one multiplies, what its rows need of them and of the second halves B. Blocks that make sums are the
-// first to be given a place, and wait for nobody.
+// LORA: with what adapters add to each row, see adapted.cuh.
 
 #include "common.cuh"
 #include "cluster.cuh"
@@ -19,9 +16,7 @@
 #ifndef LORA
 #define LORA 0
 #endif
-#define THREADS (BM * 2)  // that multiply
-#define ALL (LORA ? THREADS + HELPERS : THREADS)
-#define HELPERS 128
+#define THREADS (BM * 2)
 #define TILE_X (BM * 128)
 #define TILE_W (BN * 128)
 #define STAGE (TILE_X + TILE_W)
@@ -30,15 +25,6 @@
 #define W_PIECES (BN * 8 / THREADS)  // of 16 bytes, of a tile, that one thread asks for
 #define X_PIECES (BM * 8 / THREADS)
 #define ASKED (RESIDENT ? STAGES : STAGES - 2)
-
-// Of those that multiply.
-__device__ __forceinline__ void sync_group() {
-#if LORA
-  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
-#else
-  __syncthreads();
-#endif
-}
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
   return (u32)__cvta_generic_to_shared(p);
@@ -126,124 +112,10 @@ __device__ __forceinline__ void multiply_tile(float* sum, u32 tile, int warp) {
 }
 
 #if LORA
-#define EACH (PARTS * RANK)  // rows of an adapter's A
-#define PIECES_B (RANK / 8)  // of 16 bytes, of an output's B
-
-struct Adapters {
-  const u16 *a, *b;  // [SLOTS, EACH, K], [SLOTS, N, RANK]
-  const int* slots;  // of the rows; -1: none
-  float* inner;      // [DEPTHS, M, EACH]: A x of each row's own adapter, over parts of K
-  int* meeting;      // zeros: blocks that have left sums there, and blocks that have seen all of them
-  int sums;          // blocks that make sums, along x
-  int end0, end1;    // first output of the next part
-};
-
-__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
-
-__device__ __forceinline__ void arrive(int* count) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
-}
-
-__device__ __forceinline__ void await_sums(const int* count, int wanted) {
-  int seen;
-  do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
-  while (seen < wanted);
-}
-
-// How many blocks had seen all sums before this one.
-__device__ __forceinline__ int count_in(int* meeting) {
-  int before;
-  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(meeting + 1) : "memory");
-  return before;
-}
-
-__device__ __forceinline__ int part_of(const Adapters& of, int column) {
-  return (column >= of.end0) + (column >= of.end1);
-}
-
-// Where a piece of B stands in shared memory: threads that read at once read from different banks.
-__device__ __forceinline__ int place_of(int piece) { return piece ^ (piece >> 3 & 7); }
-
-// What an adapter adds to four outputs, of which b has pieces from the first one's on.
-__device__ __forceinline__ void add_adapter(float* v, const uint4* b, int piece, const float* inner) {
-#pragma unroll
-  for (int r = 0; r < PIECES_B; r++) {
-    const float4 p = ((const float4*)inner)[r * 2], q = ((const float4*)inner)[r * 2 + 1];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const uint4 w = b[place_of(piece + j * PIECES_B + r)];
-      v[j] += low(w.x) * p.x + high(w.x) * p.y + low(w.y) * p.z + high(w.y) * p.w;
-      v[j] += low(w.z) * q.x + high(w.z) * q.y + low(w.w) * q.z + high(w.w) * q.w;
-    }
-  }
-}
-
-// A block's outputs.
-struct Outputs {
-  int first_column, width, N;
-  // Of a row of the tile of W.
-  __device__ __forceinline__ int of(int row, bool& inside) const {
-    const int n = first_column + (EPILOGUE == GATED ? row % (BN / 2) : row);
-    inside = n < width;
-    return n + (EPILOGUE == GATED && row >= BN / 2 ? N / 2 : 0);
-  }
-  __device__ __forceinline__ int first_part(const Adapters& of) const {
-    return EPILOGUE == GATED ? 0 : part_of(of, first_column);
-  }
-  __device__ __forceinline__ int last_part(const Adapters& of) const {
-    return EPILOGUE == GATED ? 1 : part_of(of, min(first_column + BN, width) - 1);
-  }
-};
-
-// The second group of warps: the slots of this block's rows, A x of their adapters, and B of these.
-__device__ __forceinline__ void fetch_adapters(const Adapters& of, const Outputs& outputs, int first_row, int M,
-                                               int* slots_of, float* inner_of, uint4* b, int wanted, int blocks) {
-  const int thread = threadIdx.x - THREADS, lane = thread & 31;
-  constexpr int LINES = BN * RANK * 2 / 128;
-  for (int e = thread; e < SLOTS * LINES; e += HELPERS) {
-    bool inside;
-    const int row = e % LINES * 64 / RANK, n = outputs.of(row, inside);
-    if (inside) prefetch(of.b + ((u64)(e / LINES) * outputs.N + n) * RANK);
-  }
-  wait_for_previous();
-  u32 needed = 0;
-  for (int m = lane; m < ROWS; m += 32) {
-    const int slot = first_row + m < M ? __ldcg(of.slots + first_row + m) : -1;
-    slots_of[m] = slot;  // by each warp, alike
-    if (slot >= 0) needed |= 1u << slot;
-  }
-  needed = __reduce_or_sync(~0u, needed);
-  for (int e = thread; e < SLOTS * BN * PIECES_B; e += HELPERS) {
-    const int slot = e / (BN * PIECES_B);
-    if (!(needed >> slot & 1)) continue;
-    bool inside;
-    const int n = outputs.of(e / PIECES_B % BN, inside);
-    copy_async(shared_address(b + place_of(e)),
-               of.b + ((u64)slot * outputs.N + (inside ? n : 0)) * RANK + e % PIECES_B * 8, inside);
-  }
-  int before = -1;
-  if (thread == 0) await_sums(of.meeting, wanted), before = count_in(of.meeting);
-  asm volatile("bar.sync 2, %0;" ::"n"(HELPERS) : "memory");
-  if (needed) {
-    const int first = outputs.first_part(of), quarters = (outputs.last_part(of) - first + 1) * (RANK / 4);
-    for (int e = thread; e < ROWS * quarters; e += HELPERS) {
-      const int row = e / quarters, c = first * RANK + e % quarters * 4;
-      if (slots_of[row] < 0) continue;
-      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f), v[DEPTHS];
-#pragma unroll
-      for (int d = 0; d < DEPTHS; d++)
-        v[d] = __ldcg((const float4*)(of.inner + ((u64)d * M + first_row + row) * EACH + c));
-#pragma unroll
-      for (int d = 0; d < DEPTHS; d++) sum.x += v[d].x, sum.y += v[d].y, sum.z += v[d].z, sum.w += v[d].w;
-      *(float4*)(inner_of + row * EACH + c) = sum;
-    }
-  }
-  if (before == blocks - 1) of.meeting[0] = of.meeting[1] = 0;  // the last one, for the next launch
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
+#include "adapted.cuh"
 #endif
 
-extern "C" __global__ void __launch_bounds__(ALL)
+extern "C" __global__ void __launch_bounds__(THREADS)
 gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, const u16* __restrict__ bias,
      const u16* residual, u16* y, int M, int N, int K
 #if LORA
@@ -255,38 +127,14 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   const int width = EPILOGUE == GATED ? N / 2 : N;
   const int tiles_m = (M + BM - 1) / BM, rank = blockIdx.z, all = K / BK;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-#if LORA
-  const bool makes_sums = blockIdx.x < adapters.sums;
-  const int nth = makes_sums ? blockIdx.x / (DEPTHS / SPLIT) : blockIdx.x - adapters.sums;
-  const int depth = makes_sums ? blockIdx.x % (DEPTHS / SPLIT) * SPLIT + rank : rank;
-  const int share = (all + (makes_sums ? DEPTHS : SPLIT) - 1) / (makes_sums ? DEPTHS : SPLIT);
-  if (makes_sums && thread >= THREADS) return;
-#else
-  constexpr bool makes_sums = false;
-  const int nth = blockIdx.x, depth = rank, share = (all + SPLIT - 1) / SPLIT;
-#endif
-  const int first_row = nth % tiles_m * BM, first_column = nth / tiles_m * (makes_sums ? BN : OUT);
-  const int begin = min(depth * share, all), count = min(all - begin, share);
+  const int nth = blockIdx.x, share = (all + SPLIT - 1) / SPLIT;
+  const int first_row = nth % tiles_m * BM, first_column = nth / tiles_m * OUT;
+  const int begin = min(rank * share, all), count = min(all - begin, share);
 
   // Tiles, then the parts that the cluster sends here.
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   unsigned char* tiles = memory + (base - shared_address(memory));
   float* parts = (float*)(tiles + (SPLIT > 1 ? STAGES * STAGE : 0));
-#if LORA
-  int* slots_of = (int*)(tiles + STAGES * STAGE + (SPLIT > 1 ? BM * PITCH * 4 : 0));  // [ROWS]
-  float* inner_of = (float*)(slots_of + BM);                                       // [ROWS][EACH]
-  uint4* b = (uint4*)(inner_of + ROWS * EACH);                                     // [SLOTS][BN][PIECES_B]
-  if (thread >= THREADS) {
-    announce_start();
-    let_next_start();
-    const Outputs outputs = {first_column, width, N};
-    const int blocks = (gridDim.x - adapters.sums) * SPLIT;
-    fetch_adapters(adapters, outputs, first_row + rank * ROWS, M, slots_of, inner_of, b, adapters.sums * SPLIT, blocks);
-    await_start();
-    meet();
-    return;
-  }
-#endif
 
   Pieces p;
   {
@@ -296,14 +144,6 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
 #pragma unroll
     for (int i = 0; i < W_PIECES; i++) {
       const int row = r + i * (THREADS / 8);
-#if LORA
-      if (makes_sums) {
-        const bool inside = first_column + row < SLOTS * EACH;
-        p.w[i] = adapters.a + (u64)(inside ? first_column + row : 0) * K + begin * BK + c * 8;
-        p.w_inside |= inside << i;
-        continue;
-      }
-#endif
       const int n = first_column + (EPILOGUE == GATED ? row % (BN / 2) : row);
       const bool inside = n < width;
       const u64 at = inside ? n + (EPILOGUE == GATED && row >= BN / 2 ? N / 2 : 0) : 0;
@@ -317,7 +157,11 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
       p.x_inside |= (m < M) << i;
     }
   }
-  if (!makes_sums) announce_start();
+  announce_start();
+#if LORA
+  unsigned char* b = tiles + STAGES * STAGE + (SPLIT > 1 ? BM * PITCH * 4 : 0);
+  ask_for_b(adapters, shared_address(b), first_column, width, N, rank);
+#endif
 #pragma unroll
   for (int s = 0; s < ASKED; s++)
     if (s < count) ask_for_weights(p, base + s * STAGE, s * BK);
@@ -330,14 +174,8 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   }
 
 #if LORA
-  int slots[2] = {-1, -1};  // of this thread's rows
-  if (makes_sums) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int m = first_row + warp * 16 + (lane >> 2) + half * 8;
-      if (m < M) slots[half] = __ldcg(adapters.slots + m);
-    }
-  }
+  Inner inner;
+  inner.fetch(adapters, first_column, first_row, M);
 #endif
   // What this thread will finish: four columns each. Their residuals are asked for now.
   constexpr int QUADS = OUT / 4, TURNS = (ROWS * QUADS + THREADS - 1) / THREADS;
@@ -348,7 +186,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
     const int e = i * THREADS + thread, m = first_row + rank * ROWS + e / QUADS;
     const int column = first_column + (e % QUADS) * 4;
     addends[i] = make_uint2(0, 0);
-    if (!makes_sums && e < ROWS * QUADS && m < M) {
+    if (e < ROWS * QUADS && m < M) {
       const u16* from = residual + (u64)m * width + column;
       if (column + 3 < width && (width & 3) == 0) {
         addends[i] = *(const uint2*)from;
@@ -365,11 +203,16 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   float sum[BN / 2];
 #pragma unroll
   for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
+#if LORA
+  asm volatile("cp.async.wait_group %0;" ::"n"(ASKED - 1) : "memory");
+  __syncthreads();
+  inner.multiply_b(sum, b, rank);
+#endif
   fence_registers(sum);
   for (int t = 0; t < count; t++) {
     asm volatile("cp.async.wait_group %0;" ::"n"(ASKED - 1) : "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    sync_group();
+    __syncthreads();
     // All have finished with the tile before the previous one.
     const int next = t + STAGES - 2;
     if (!RESIDENT && next < count) {
@@ -384,28 +227,11 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   fence_registers(sum);
 
   const int r = warp * 16 + (lane >> 2);
-#if LORA
-  if (makes_sums) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float* to = adapters.inner + ((u64)depth * M + first_row + r + half * 8) * EACH;
-#pragma unroll
-      for (int j = 0; j < BN / 8; j++) {
-        const int n = first_column + j * 8 + (lane & 3) * 2;
-        if (n / EACH == slots[half])
-          *(float2*)(to + n % EACH) = make_float2(sum[j * 4 + half * 2], sum[j * 4 + half * 2 + 1]);
-      }
-    }
-    sync_group();
-    if (thread == 0) arrive(adapters.meeting);  // releases what all of them stored
-    return;
-  }
-#endif
 
   await_start();
 #if SPLIT == 1
   asm volatile("cp.async.wait_group 0;" ::: "memory");
-  sync_group();  // parts stand where tiles were
+  __syncthreads();  // parts stand where tiles were
 #endif
   // Every row goes to the block that finishes it: row r of rank d is there row (own rank, r % ROWS).
 #pragma unroll
@@ -435,15 +261,6 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
         u[0] += h.x; u[1] += h.y; u[2] += h.z; u[3] += h.w;
       }
     }
-#if LORA
-    const int slot = slots_of[row];
-    if (slot >= 0) {
-      const int part = EPILOGUE == GATED ? 0 : part_of(adapters, column);
-      const float* inner = inner_of + row * EACH;
-      add_adapter(v, b, (slot * BN + c) * PIECES_B, inner + part * RANK);
-      if (EPILOGUE == GATED) add_adapter(u, b, (slot * BN + BN / 2 + c) * PIECES_B, inner + RANK);
-    }
-#endif
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       float value = v[j], other = u[j];
