@@ -4,8 +4,8 @@
 
 Decode: one CUDA graph over many layers' caches, more than the L2 holds, so every key comes from
 memory; the plan of splits, made once a step, is timed by itself. Prefill: the rotation and cache
-write included, and torch's own kernels beside it. Medians of several replays; bfloat16, random
-numbers.
+write included, and torch's own kernels beside it where they know such layers. Medians of several
+replays; bfloat16, random numbers. FD_CUDA_NATIVE=0: by the Triton kernels alone.
 """
 
 from __future__ import annotations
@@ -25,8 +25,21 @@ from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.device import CudaDevice
 
 COPY_BYTES_S, MATMUL_FLOPS_S = 4.30e12, 790e12  # measured on one H200
-HEADS = {"16/2 (ERNIE-0.3B)": (16, 2), "20/4 (ERNIE-21B)": (20, 4), "64/8 (ERNIE-300B)": (64, 8),
-         "16/8 (Qwen3-0.6B)": (16, 8)}  # fmt: skip
+
+
+def layer(heads: int, kv_heads: int, width: int = 128, **more: Any) -> AttentionSpec:
+    return AttentionSpec("gqa", heads, kv_heads, width, width, width**-0.5, "bfloat16", **more)
+
+
+LAYERS = {
+    "16/2 (ERNIE-0.3B)": layer(16, 2),
+    "20/4 (ERNIE-21B)": layer(20, 4),
+    "64/8 (ERNIE-300B)": layer(64, 8),
+    "16/8 (Qwen3-0.6B)": layer(16, 8),
+    "32/8 of 64 (Llama-3.2-1B)": layer(32, 8, 64),
+    "64/8 of 64 (gpt-oss)": layer(64, 8, 64, sinks=True),
+    "64/8 of 64 (gpt-oss, window)": layer(64, 8, 64, sinks=True, window=128),
+}
 DECODES = [(1, 1024), (1, 8192), (1, 32768), (8, 1024), (64, 1024), (256, 1024), (32, 8192)]
 # FlashAttention 3 of vLLM 0.25.1, 32 splits, block 16, one H200, 2026-11-21.
 FA3 = {
@@ -36,31 +49,34 @@ FA3 = {
 }
 # (new tokens, tokens in all) of each row
 PREFILLS = {
+    "1 x 1024": [(1024, 1024)],
     "1 x 8192": [(8192, 8192)],
+    "1 x 16384": [(16384, 16384)],
     "8 x 1024": [(1024, 1024)] * 8,
+    "16 x 1024": [(1024, 1024)] * 16,
     "64 x 128": [(128, 128)] * 64,
     "1 x 2048 after 6144": [(2048, 8192)],
     "4 x 512 + 64 decodes at 1024": [(512, 1024)] * 4 + [(1, 1024)] * 64,
 }
-WIDTH, DTYPE = 128, torch.bfloat16
+DTYPE = torch.bfloat16
 
 
 class World:
     """One batch of one layer's shape, over as many caches as are wanted."""
 
     def __init__(
-        self, device: CudaDevice, heads: tuple[int, int], rows: list[tuple[int, int]],
+        self, device: CudaDevice, spec: AttentionSpec, rows: list[tuple[int, int]],
         block_size: int, num_caches: int = 1,
     ) -> None:  # fmt: skip
-        self.device, self.heads, self.rows = device, heads, rows
-        self.spec = AttentionSpec("gqa", *heads, WIDTH, WIDTH, WIDTH**-0.5, "bfloat16")
+        self.device, self.spec, self.rows = device, spec, rows
+        heads, width = (spec.num_heads, spec.num_kv_heads), spec.head_dim
         self.driver = PagedAttention(self.spec, block_size, device, None)
         self.total = sum(fed for fed, _ in rows)
-        columns = (heads[0] + 2 * heads[1]) * WIDTH
+        columns = (heads[0] + 2 * heads[1]) * width
         qkv = torch.randn(self.total, columns, dtype=DTYPE, device="cuda")
-        q, k, v = qkv.split([heads[0] * WIDTH, heads[1] * WIDTH, heads[1] * WIDTH], 1)
-        self.q = q.view(self.total, heads[0], WIDTH)
-        self.k, self.v = (x.view(self.total, heads[1], WIDTH) for x in (k, v))
+        q, k, v = qkv.split([heads[0] * width, heads[1] * width, heads[1] * width], 1)
+        self.q = q.view(self.total, heads[0], width)
+        self.k, self.v = (x.view(self.total, heads[1], width) for x in (k, v))
         per_row = [-(-n // block_size) for _, n in rows]
         self.num_blocks = sum(per_row) + 1
         order = np.random.default_rng(0).permutation(np.arange(1, self.num_blocks))
@@ -74,7 +90,8 @@ class World:
             tuple(torch.randn(s, dtype=DTYPE, device="cuda") for s in shapes)
             for _ in range(num_caches)
         ]
-        self.rotary = torch.randn(max(n for _, n in rows) + 1, WIDTH, device="cuda")
+        self.rotary = torch.randn(max(n for _, n in rows) + 1, width, device="cuda")
+        self.more = {"sinks": torch.randn(heads[0], device="cuda")} if spec.sinks else {}
         self.block_size = block_size
 
     def batch(self) -> AttentionBatch:
@@ -91,7 +108,8 @@ class World:
         )
 
     def forward(self, cache: tuple[torch.Tensor, ...], metadata: Any) -> torch.Tensor:
-        return self.driver.forward(self.q, self.k, self.v, cache, metadata, self.rotary)
+        own = (self.q, self.k, self.v, cache, metadata, self.rotary)
+        return self.driver.forward(*own, **self.more)
 
     def graph_us(self, metadata: Any, repeats: int = 7, rounds: int = 0) -> float:
         """Median microseconds per layer of one graph over all caches."""
@@ -107,12 +125,17 @@ class World:
         graph = self.device.capture(run)
         return replay_us(graph.replay, repeats) / (rounds * len(self.caches))
 
+    def seen(self, length: int) -> int:
+        """Keys that the last of so many tokens sees."""
+        return min(length, self.spec.window or length)
+
     def kv_bytes(self) -> int:
-        return sum(n for _, n in self.rows) * self.heads[1] * WIDTH * 2 * 2
+        keys = sum(self.seen(n) for _, n in self.rows)
+        return keys * self.spec.num_kv_heads * self.spec.head_dim * 2 * 2
 
     def flops(self) -> float:
-        pairs = sum(fed * (n - fed) + fed * (fed + 1) / 2 for fed, n in self.rows)
-        return 4.0 * pairs * self.heads[0] * WIDTH
+        pairs = sum(self.seen(i + 1) for fed, n in self.rows for i in range(n - fed, n))
+        return 4.0 * pairs * self.spec.num_heads * self.spec.head_dim
 
 
 def replay_us(replay: Any, repeats: int = 7) -> float:
@@ -129,17 +152,17 @@ def replay_us(replay: Any, repeats: int = 7) -> float:
     return statistics.median(times)
 
 
-def num_caches(rows: list[tuple[int, int]], kv_heads: int) -> int:
+def num_caches(rows: list[tuple[int, int]], spec: AttentionSpec) -> int:
     """More than the L2 holds, a few GiB at most."""
-    size = sum(n for _, n in rows) * kv_heads * WIDTH * 4
+    size = sum(n for _, n in rows) * spec.num_kv_heads * spec.head_dim * 4
     return max(1, min(256, -(-300_000_000 // size)))
 
 
 def decode_table(device: CudaDevice, block_size: int) -> None:
-    for name, heads in HEADS.items():
+    for name, spec in LAYERS.items():
         for index, (batch, length) in enumerate(DECODES):
             rows = [(1, length)] * batch
-            world = World(device, heads, rows, block_size, num_caches(rows, heads[1]))
+            world = World(device, spec, rows, block_size, num_caches(rows, spec))
             attention = world.batch()
             time_us = world.graph_us(world.driver.prepare(attention))
             plan = device.capture(lambda w=world, a=attention: w.driver.prepare(a) and None)
@@ -155,12 +178,13 @@ def torch_prefill_us(world: World, backend: Any) -> float | None:
     """torch's own kernel for equal rows without a prefix, over what it needs: no cache, no
     rotation."""
     (fed, n), batch = world.rows[0], len(world.rows)
-    if fed != n or len(set(world.rows)) != 1:
+    if fed != n or len(set(world.rows)) != 1 or world.spec.needs:
         return None
     from torch.nn.attention import sdpa_kernel
 
     q, k, v = (
-        x.reshape(batch, fed, -1, WIDTH).transpose(1, 2) for x in (world.q, world.k, world.v)
+        x.reshape(batch, fed, -1, world.spec.head_dim).transpose(1, 2)
+        for x in (world.q, world.k, world.v)
     )
     try:
         with sdpa_kernel(backend):
@@ -174,9 +198,9 @@ def torch_prefill_us(world: World, backend: Any) -> float | None:
 def prefill_table(device: CudaDevice, block_size: int) -> None:
     from torch.nn.attention import SDPBackend
 
-    for name, heads in HEADS.items():
+    for name, spec in LAYERS.items():
         for label, rows in PREFILLS.items():
-            world = World(device, heads, rows, block_size)
+            world = World(device, spec, rows, block_size)
             time_us = world.graph_us(world.driver.prepare(world.batch()), rounds=4)
             show({
                 "heads": name, "batch": label, "floor_us": world.flops() / MATMUL_FLOPS_S * 1e6,

@@ -311,8 +311,8 @@ def cache() -> None:
             return self.driver.forward(self.q, self.k, self.v, own, metadata)
 
     device = CudaDevice(DeviceOptions(tensor_library="torch"))
-    for name, heads in attention.HEADS.items():
-        if heads[1] == 2:
+    for name, spec in attention.LAYERS.items():
+        if spec.num_kv_heads == 2 or spec.head_dim != 128:
             continue
         print(
             f"\ndecode attention, {name}, us a layer (bytes of keys and values over 4.30 TB/s)",
@@ -322,7 +322,7 @@ def cache() -> None:
             rows = [(1, length)] * batch
             cells = []
             for kind in ("bfloat16", *KV_FORMATS):
-                world = World(device, heads, rows, 64, attention.num_caches(rows, heads[1]))
+                world = World(device, spec, rows, 64, attention.num_caches(rows, spec))
                 size = world.kv_bytes()
                 if kind in KV_FORMATS:
                     world.quantize(kind, 64)

@@ -3,6 +3,8 @@
 
 #define LOWEST (-INFINITY)
 
+inline int max(int a, int b) { return a > b ? a : b; }
+
 inline u64 descriptor_of_values(u32 address) { return address >> 4; }
 template <int add>
 inline void multiply_keys(float* d, u64 queries, u64 keys) {
@@ -16,7 +18,7 @@ inline void multiply_values(float* d, const u32* a, u64 b) {
     u32 a[4];
   };
   const Lanes<Operands> all(Operands{{a[0], a[1], a[2], a[3]}});
-  for (int i = 0; i < BN / 2; ++i) {
+  for (int i = 0; i < WIDTH / 2; ++i) {
     const int row = lane_of() / 4 + i / 2 % 2 * 8, n = i / 4 * 8 + lane_of() % 4 * 2 + i % 2;
     for (int k = 0; k < 16; ++k) {
       const u32 pair = all.value[row % 8 * 4 + k / 2 % 4].a[row / 8 + k / 8 * 2];
@@ -35,6 +37,8 @@ inline void copy_heads(u32 to, const TensorMap& map, int input, int head, int to
     }
   count(barrier, 0, -map.box_rows * GROUP * 128);
 }
+template <int count>
+inline void fence_all(float (&)[count]) {}
 inline void await_turn(int) {}
 inline void give_turn(int) {}
 inline void hold_next_wait(u32, float) {}

@@ -253,6 +253,8 @@ def attention() -> None:
         (gqa("bfloat16", 16, 2, 128), MIXED, 0, 128, 16),
         (gqa("float32", 6, 2, 40), MIXED, 0, 24, 5),
         (gqa("float16", 4, 2, 64, interleaved=True), MIXED, 0, 64, 16),
+        (replace(gqa("bfloat16", 8, 2, 64), sinks=True), MIXED, 0, 64, 16),
+        (gqa("bfloat16", 4, 2, 32), MIXED, 0, 32, 16),
         (mla("bfloat16", 5, 64, 16), [(1, n) for n in (1, 60, 330, 0)], 1, 0, 16),
         (mla("float32"), MIXED, 0, 0, 16),
     ]

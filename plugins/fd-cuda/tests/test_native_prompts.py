@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import emulation
@@ -15,6 +16,7 @@ from fastdeploy_core.contracts.device import DeviceOptions
 
 from fastdeploy_testing.drivers import lookup
 from fd_cuda.attention import gqa as drivers
+from fd_cuda.attention import native_gqa
 from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.attention.native_gqa import NativePrompts
 from fd_cuda.attention.tuning import Gpu, Sizes
@@ -46,12 +48,19 @@ def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("needs a Hopper GPU")
 
 
+@pytest.fixture
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are served, too, so that steps can be short."""
+    monkeypatch.setattr(native_gqa, "_LEAST_WINDOW", 1)
+
+
 def made(rows: Rows, heads: tuple[int, int], **options: Any) -> tuple[Step, PagedAttention]:
     """A step and the driver that computes it."""
     name, library = ("cuda" if HAS_GPU else "cpu"), {"tensor_library": "torch"}
     device = lookup("device", name)(DeviceOptions(**library, num_threads=1))
     dtype, size = options.pop("dtype", "bfloat16"), options.pop("block_size", 64)
-    spec = gqa(dtype, *heads, 128)
+    spec = gqa(dtype, *heads, options.pop("width", 128))
+    spec = replace(spec, window=options.pop("window", 0), sinks=options.pop("sinks", False))
     driver = PagedAttention(spec, size, device, None)
     if not HAS_GPU:
         driver.use(Sizes(Gpu(3, True)))
@@ -72,13 +81,19 @@ LARGE: list[Rows] = [
     [(128, 128)] * 32,
     [(2000, 2001), (9, 70), (1, 100), (257, 257)],
 ]
-SHAPES: list[tuple[tuple[int, int], int, str]] = [
-    ((16, 2), 64, "bfloat16"),
-    ((16, 2), 16, "float16"),
-    ((20, 4), 64, "bfloat16"),
-    ((16, 8), 32, "bfloat16"),
-    ((4, 4), 128, "float16"),
-    ((64, 8), 64, "bfloat16"),
+# (heads, block size, dtype, width, window, sinks)
+SHAPES: list[tuple[tuple[int, int], int, str, int, int, bool]] = [
+    ((16, 2), 64, "bfloat16", 128, 0, False),
+    ((16, 2), 16, "float16", 128, 0, False),
+    ((20, 4), 64, "bfloat16", 128, 1024, False),
+    ((16, 8), 32, "bfloat16", 128, 0, True),
+    ((4, 4), 128, "float16", 128, 0, False),
+    ((64, 8), 64, "bfloat16", 128, 0, False),
+    ((32, 8), 64, "bfloat16", 64, 0, True),
+    ((32, 8), 16, "bfloat16", 64, 128, True),
+    ((10, 2), 32, "float16", 64, 1000, False),
+    ((9, 3), 128, "float16", 64, 0, False),
+    ((4, 4), 64, "bfloat16", 64, 77, True),
 ]
 
 
@@ -94,12 +109,34 @@ def test_prompts(case: Any, is_exact: bool) -> None:
     step.check(driver, step.batch(is_exact=is_exact))
 
 
+# (rows, heads, width, window, sinks, block size, dtype). Windows that end within a tile of keys and
+# at its begin, shorter and longer than it; in the step's own keys and in the cache, where all that
+# lies before them is NaN.
+OTHERS: list[tuple[Rows, tuple[int, int], int, int, bool, int, str]] = [
+    ([(150, 150), (20, 420), (9, 9)], (4, 1), 64, 128, True, 64, "bfloat16"),
+    ([(33, 161), (140, 150)], (5, 1), 64, 40, False, 16, "float16"),
+    ([(12, 300), (140, 140)], (6, 2), 64, 0, True, 128, "bfloat16"),
+    ([(30, 300), (140, 150)], (4, 2), 128, 129, True, 32, "bfloat16"),
+]
+
+
+@pytest.mark.usefixtures("short_windows")
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+def test_narrow_heads_windows_and_sinks(case: Any) -> None:
+    rows, heads, width, window, sinks, size, dtype = case
+    options: dict[str, Any] = {"width": width, "window": window, "sinks": sinks}
+    step, driver = made(rows, heads, block_size=size, dtype=dtype, **options)
+    step.check(driver, step.batch())
+
+
+@pytest.mark.usefixtures("short_windows")
 @pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_long_prompts(shape: tuple[tuple[int, int], int, str]) -> None:
-    heads, size, dtype = shape
+def test_long_prompts(shape: tuple[tuple[int, int], int, str, int, int, bool]) -> None:
+    heads, size, dtype, width, window, sinks = shape
+    options: dict[str, Any] = {"width": width, "window": window, "sinks": sinks}
     for rows in LARGE:
-        step, driver = made(rows, heads, block_size=size, dtype=dtype)
+        step, driver = made(rows, heads, block_size=size, dtype=dtype, **options)
         out, _ = step.run(driver, step.batch())
         for row, (fed, _) in enumerate(rows):
             begin = step.starts[row]
@@ -117,19 +154,28 @@ def expected(step: Step, row: int) -> torch.Tensor:
     for head in range(spec.num_kv_heads):
         q = step.q[begin : begin + fed, head * group : (head + 1) * group].cuda().double()
         k, v = (
-            torch.cat((old[slots, head], own[begin : begin + fed, head])).cuda().double()
+            torch.cat((old[slots, head].nan_to_num(), own[begin : begin + fed, head]))
+            .cuda()
+            .double()
             for old, own in ((step.old_k, step.k), (step.old_v, step.v))
         )
         scores = q.transpose(0, 1) @ k.T * spec.scale
         keys = torch.arange(length, device="cuda")
-        late = keys > keys[length - fed :, None]
-        heads.append((scores.masked_fill(late, float("-inf")).softmax(-1) @ v).transpose(0, 1))
+        ahead = keys - keys[length - fed :, None]
+        hidden = ahead > 0 if not spec.window else (ahead > 0) | (ahead <= -spec.window)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if step.sinks is not None:
+            sinks = step.sinks[head * group : (head + 1) * group].cuda().double()
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, fed, 1)), -1)
+        heads.append((scores.softmax(-1)[..., :length] @ v).transpose(0, 1))
     return torch.cat(heads, 1).reshape(fed, -1)
 
 
-def test_other_rows_do_not_matter() -> None:
+@pytest.mark.usefixtures("short_windows")
+@pytest.mark.parametrize(("width", "window"), [(128, 0), (64, 100)])
+def test_other_rows_do_not_matter(width: int, window: int) -> None:
     """Not even where what follows a row is not finite."""
-    step, driver = made([(70, 200), (140, 140)], (8, 1))
+    step, driver = made([(70, 200), (140, 140)], (5, 1), width=width, window=window)
     alone, _ = step.run(driver, step.batch())
     step.qkv[70:] = float("nan")
     beside, _ = step.run(driver, step.batch())
@@ -138,8 +184,21 @@ def test_other_rows_do_not_matter() -> None:
 
 def test_what_it_does_not_serve() -> None:
     spec = gqa("bfloat16", 8, 1, 128)
-    assert NativePrompts(spec, 64).serves
+    for served in (
+        spec,
+        replace(spec, window=1024, sinks=True, offsets=True),
+        gqa("bfloat16", 10, 2, 64),
+    ):
+        assert NativePrompts(served, 64).serves
     for other, size in ((spec, 48), (spec, 1), (gqa("float32", 8, 1, 128), 64)):
         assert not NativePrompts(other, size).serves
-    assert not NativePrompts(gqa("bfloat16", 8, 1, 64), 64).serves
-    assert not NativePrompts(gqa("bfloat16", 128, 1, 128), 64).serves
+    for other in (
+        gqa("bfloat16", 4, 1, 96),
+        gqa("bfloat16", 128, 1, 128),
+        gqa("bfloat16", 6, 1, 64),
+        replace(gqa("bfloat16", 4, 1, 64), v_head_dim=128),
+        replace(spec, window=1023),
+        replace(spec, chunk=128),
+        replace(spec, softcap=30.0),
+    ):
+        assert not NativePrompts(other, 64).serves

@@ -154,11 +154,12 @@ class PagedAttention(AttentionDriver):
         return _Decodes(native or shape, max_tokens, rows, items, counters, parts)
 
     def _tiles(self, batch: AttentionBatch, shortest: int) -> _Tiles:
-        if self._native_prompts.serves and not self._invariant:
-            chosen = self.sizes.native_prefill()
+        rows = 0 if self._invariant else self._native_prompts.rows
+        if rows:
+            chosen = self.sizes.native_prefill(rows)
         else:
             chosen = self.sizes.prefill(self._group, self._pad, self._itemsize)
-        tokens = chosen.rows // self._group
+        tokens = (rows or chosen.rows) // self._group
         return _Tiles(chosen, tokens, prompt_tiles(batch, shortest, tokens))
 
     # -- once a layer -----------------------------------------------------------------------------
@@ -322,7 +323,7 @@ class PagedAttention(AttentionDriver):
         v, cache, batch = given.v, given.cache, given.batch
         if self._native_prompts.serves and self._native_prompts.can_run(q, v):
             processors = self.sizes.gpu.num_multiprocessors
-            own = (q, k, v, out, cache, batch, tiles.tiles, self._scale, processors)
+            own = (q, k, v, out, cache, batch, tiles.tiles, given.sinks, self._scale, processors)
             self._native_prompts.run(*own)
             return
         heads = spec.num_kv_heads

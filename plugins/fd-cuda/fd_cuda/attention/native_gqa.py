@@ -2,9 +2,10 @@
 kernels/native/decode_attention.cu for few rows, stream_attention.cu for batches that fill the GPU.
 Prompts: prompt_attention.cu.
 
-They need head widths of 128 in 16 bits and rows aligned to 16 bytes, decodes at most 32 query rows
-(tokens times heads of a group), prompts Hopper and blocks that share boxes of 128 keys. Everything
-else takes the Triton kernels of decode.py and prefill.py, over the same plan.
+They need heads of 128 in 16 bits and rows aligned to 16 bytes, decodes at most 32 query rows
+(tokens times heads of a group), prompts Hopper and blocks that share boxes of 128 keys; prompts may
+have heads of 64 in small groups, long windows, and sinks, too. Everything else takes the Triton
+kernels of decode.py and prefill.py, over the same plan.
 """
 
 from __future__ import annotations
@@ -20,19 +21,17 @@ from fd_cuda.kernels.native import tensor_map
 from .plan import TILE_WORDS, DecodeShape, StreamShape
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, HeadNorms
     from torch import Tensor
 
 WIDTH: Final = 128
 MAX_COLUMNS: Final = 32
 _OLDEST_WITH_CLUSTERS: Final = (9, 0)
-PROMPT_ROWS: Final = 128  # tokens times heads of a group
 _KEYS: Final = 128
-_STAGES: Final = 2
-_MAX_GROUP: Final = 64
-_THREADS: Final = 384
-_BARRIER_BYTES: Final = 8 * (2 + 4 * _STAGES)
-_SLOT_BYTES: Final = 4 * 256
+_MAX_GROUP: Final = {64: 5, 128: 64}  # for more heads of 64 the Triton kernel is as quick
+_LEAST_WINDOW: Final = 1024  # of 128 the Triton kernel is quicker, whose tiles are smaller
 _ALIGNMENT: Final = 1024
 
 
@@ -47,15 +46,41 @@ class NativeShape:
     warps: int = 4  # of a block
 
 
+@dataclass(frozen=True, slots=True)
+class _PromptSizes:
+    """How prompt_attention.cu is specialized for heads of one width."""
+
+    row_groups: int  # of 64 rows, which are tokens times heads of a group
+    stages: int  # turns of keys in shared memory
+
+    @property
+    def rows(self) -> int:
+        """Of an item."""
+        return 64 * self.row_groups
+
+    @property
+    def threads(self) -> int:
+        """Those that have rows, and four warps of which one feeds."""
+        return 128 * (self.row_groups + 1)
+
+    def shared_bytes(self, width: int) -> int:
+        """Queries, keys and values, barriers, and a slot of each thread that has rows."""
+        numbers = (self.rows + 2 * self.stages * _KEYS) * width
+        return _ALIGNMENT + 2 * numbers + 8 * (2 + 4 * self.stages) + 4 * 128 * self.row_groups
+
+
+_PROMPT_SIZES: Final = {64: _PromptSizes(3, 4), 128: _PromptSizes(2, 2)}
+
+
 def norm_arguments(norms: HeadNorms | None) -> tuple[Tensor | None, Tensor | None, float]:
     """Weights and epsilon, as kernels take them."""
     return (None, None, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
 
 
-def _suits(spec: AttentionSpec) -> bool:
-    """Whether a model's layer is one that the kernels are written for."""
-    widths = spec.head_dim == spec.v_head_dim == WIDTH
-    return widths and spec.dtype in ("bfloat16", "float16") and spec.needs <= {"offsets"}
+def _suits(spec: AttentionSpec, widths: Iterable[int], features: set[str]) -> bool:
+    """Whether a model's layer is one that a kernel for these is written for."""
+    is_even = spec.head_dim == spec.v_head_dim and spec.head_dim in widths
+    return is_even and spec.dtype in ("bfloat16", "float16") and spec.needs <= features
 
 
 def _is_aligned(*tensors: Tensor) -> bool:
@@ -69,7 +94,7 @@ class NativeDecode:
     def __init__(self, spec: AttentionSpec, block_size: int) -> None:
         self._spec, self._block_size = spec, block_size
         self._group = spec.num_heads // spec.num_kv_heads
-        self._serves = _suits(spec) and native.available()
+        self._serves = _suits(spec, (WIDTH,), {"offsets"}) and native.available()
         self.has_clusters = (
             self._serves and torch.cuda.get_device_capability() >= _OLDEST_WITH_CLUSTERS
         )
@@ -158,16 +183,18 @@ class NativePrompts:
         self._group = spec.num_heads // spec.num_kv_heads
         self._box = min(block_size, _KEYS)  # of the cache, keys that lie together
         self.serves = (
-            _suits(spec)
-            and self._group <= _MAX_GROUP
+            _suits(spec, _PROMPT_SIZES, {"offsets", "sinks", "window"})
+            and self._group <= _MAX_GROUP[spec.head_dim]
+            and (not spec.window or spec.window >= _LEAST_WINDOW)
             and self._box >= 8
             and _KEYS % self._box == block_size % self._box == 0
             and native.has_wgmma()
         )
+        self.rows = _PROMPT_SIZES[spec.head_dim].rows if self.serves else 0
 
     def can_run(self, q: Tensor, v: Tensor) -> bool:
         """Whether the copy engine can fetch these."""
-        return v.stride(1) == WIDTH and _is_aligned(q, v)
+        return v.stride(1) == self._spec.head_dim and _is_aligned(q, v)
 
     def run(
         self,
@@ -178,32 +205,36 @@ class NativePrompts:
         cache: tuple[Tensor, ...],
         batch: AttentionBatch,
         tiles: Tensor,
+        sinks: Tensor | None,
         scale: float,
         num_processors: int,
     ) -> None:
-        """Queue it; k is contiguous. `tiles`: prompt_tiles of PROMPT_ROWS // group tokens."""
-        tokens, heads = PROMPT_ROWS // self._group, self._spec.num_kv_heads
+        """Queue it; k is contiguous. `tiles`: prompt_tiles of `rows` // group tokens."""
+        spec, tokens, heads = self._spec, self.rows // self._group, self._spec.num_kv_heads
+        width, sizes = spec.head_dim, _PROMPT_SIZES[spec.head_dim]
         defines = {
-            "HALF": int(self._spec.dtype == "float16"),
+            "HALF": int(spec.dtype == "float16"),
+            "WIDTH": width,
             "GROUP": self._group,
             "TOKENS": tokens,
+            "WINDOW": spec.window,
+            "SINKS": int(spec.sinks),
             "BLOCK_SIZE": self._block_size,
             "BOX": self._box,
-            "THREADS": _THREADS,
+            "THREADS": sizes.threads,
+            "STAGES": sizes.stages,
             "TILE_WORDS": TILE_WORDS,
         }
-        values = v.as_strided((v.shape[0], heads * WIDTH), (v.stride(0), 1))
+        values = v.as_strided((v.shape[0], heads * width), (v.stride(0), 1))
         slots = cache[0].shape[0] * self._block_size
         arguments = [
             tensor_map.head_boxes(q, self._group, tokens),
             tensor_map.boxes(k.view(k.shape[0], -1), _KEYS),
             tensor_map.boxes(values, _KEYS),
             *(tensor_map.boxes(x.view(slots, -1), self._box) for x in cache),
-            *(tiles, batch.block_tables_dev, out, scale, batch.block_tables_dev.stride(0)),
-            *(heads, tiles.shape[0]),
+            *(tiles, batch.block_tables_dev, sinks, out, scale),
+            *(batch.block_tables_dev.stride(0), heads, tiles.shape[0]),
         ]
-        shared = _ALIGNMENT + (PROMPT_ROWS + 2 * _STAGES * _KEYS) * WIDTH * 2
-        shared += _BARRIER_BYTES + _SLOT_BYTES
         kernel = native.function("prompt_attention", defines)
-        blocks = min(num_processors, tiles.shape[0] * heads)
-        native.launch(kernel, (blocks, 1, 1), _THREADS, arguments, shared=shared)
+        blocks, shared = min(num_processors, tiles.shape[0] * heads), sizes.shared_bytes(width)
+        native.launch(kernel, (blocks, 1, 1), sizes.threads, arguments, shared=shared)

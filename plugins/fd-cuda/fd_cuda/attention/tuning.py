@@ -9,7 +9,7 @@ import torch
 
 from fd_cuda.kernels.common import pad2
 
-from .native_gqa import PROMPT_ROWS, NativeShape
+from .native_gqa import NativeShape
 from .plan import DecodeShape, StreamShape
 
 _HOPPER = (9, 0)
@@ -148,10 +148,10 @@ class Sizes:
         keys = 64 if group > 5 and not (self.gpu.is_small and width > 128) else 32
         return PrefillShape(rows, keys, warps, stages)
 
-    def native_prefill(self) -> PrefillShape:
-        """For prompts that prompt_attention.cu serves, and for what the Triton kernel then takes in
-        its place."""
-        return PrefillShape(PROMPT_ROWS, 64, 8, 2)
+    def native_prefill(self, rows: int) -> PrefillShape:
+        """For prompts that prompt_attention.cu serves with so many rows, and for what the Triton
+        kernel then takes in its place."""
+        return PrefillShape(pad2(rows), 64, 8, 2)
 
     def latent(self, head_blocks: int, itemsize: int) -> DecodeShape:
         """For latent rows of up to 576 values."""

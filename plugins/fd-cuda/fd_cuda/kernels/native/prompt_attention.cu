@@ -1,32 +1,54 @@
-// Attention of prompts, heads of 128: as many blocks as there are multiprocessors take one item after the other, some tokens
-// of a row and the query heads of one kv head, which are the rows of one matrix of 128.
+// Attention of prompts, heads of WIDTH, 64 or 128: as many blocks as there are multiprocessors take one item after the other,
+// some tokens of a row and the query heads of one kv head, which are the rows of one matrix.
 //
 // One warp feeds: the copy engine brings queries and, STAGES turns of 128 keys ahead, keys and values, those of the next item
-// while this one ends. Two groups of four warps have 64 rows each. Each asks for the product of its queries with the next
-// keys and of its weights with the values before, and makes weights while these run; the groups take turns at asking, so
-// that one makes weights while the matrix units work for the other.
+// while this one ends. Groups of four warps have 64 rows each. Each asks for the product of its queries with the next keys
+// and of its weights with the values before, and makes weights while these run; the groups take turns at asking, so that
+// one makes weights while the matrix units work for another.
 // A row's own keys and values are read where they lie, the diagonal first, those before them from the cache, BOX of a block
-// at a time. The order of a row's sums depends on its tokens alone.
+// at a time. Turns that end before the item's WINDOW are left out. The order of a row's sums depends on its tokens alone.
 
-#define BN 128  // keys of a turn, and numbers of a head: both products are 64 by 128
+#define BN 128  // keys of a turn
 #define PAIRED 0
 #include "common.cuh"
 #include "wide.cuh"
 #include "feed.cuh"
 
-#define WIDTH 128
-#define KEYS 128
-#define STAGES 2
-#define HALF_TILE (KEYS * 128)   // bytes: half of all numbers of each key
-#define TILE (2 * HALF_TILE)
-#define ROWS (TOKENS * GROUP)    // of 128
-#define CONSUMERS 8              // warps
+#define KEYS BN
+#define PARTS (WIDTH / 64)           // of a head, each 128 bytes wide in shared memory
+#define PART_TILE (KEYS * 128)       // bytes: one part of all keys
+#define TILE (PARTS * PART_TILE)
+#define ROW_GROUPS (THREADS / 128 - 1)
+#define ROWS (TOKENS * GROUP)        // of 64 * ROW_GROUPS
+#define PART_QUERIES (ROW_GROUPS * 64 * 128)
+#define CONSUMERS (ROW_GROUPS * 4)   // warps
+#define LOG2E 1.4426950408889634f
+#define MOST_ABOVE 8.f               // weights of at most 2 to so many: float16 holds them
 
 // INSTRUCTIONS: emulated_prompts.h of the tests has C++ in the place of what follows.
 
-// Values are as they lie: rows are what is summed over. 1024 bytes between groups of eight, HALF_TILE between 64 columns.
+// Values are as they lie: rows are what is summed over. 1024 bytes between groups of eight, PART_TILE between 64 columns.
 __device__ __forceinline__ u64 descriptor_of_values(u32 address) {
-  return (u64)((address & 0x3ffff) >> 4) | ((u64)(HALF_TILE >> 4) << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
+  return (u64)((address & 0x3ffff) >> 4) | ((u64)(PART_TILE >> 4) << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
+}
+
+// Values are WIDTH columns.
+#if WIDTH == BN
+#define SUM_SIZE SIZE
+#define SUM_LIST D_LIST
+#define SUM_REGS D_REGS
+#define SUM_OPERANDS ONE_SHARED
+#else
+#define SUM_SIZE "m64n64"
+#define SUM_LIST "{" D32 "}"
+#define SUM_REGS(c, d) R32(c, d, 0)
+#define SUM_OPERANDS "{%32,%33,%34,%35}, %36"
+#endif
+
+template <int count>
+__device__ __forceinline__ void fence_all(float (&d)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // Queries times keys, both 16 numbers of them.
@@ -38,8 +60,8 @@ __device__ __forceinline__ void multiply_keys(float* d, u64 queries, u64 keys) {
 
 // Weights of 16 keys times their values.
 __device__ __forceinline__ void multiply_values(float* d, const u32* weights, u64 values) {
-  asm volatile("wgmma.mma_async.sync.aligned." SIZE "k16.f32." TYPE "." TYPE " " D_LIST ", " ONE_SHARED ", 1, 1, 1, 1;"
-               : D_REGS("+f", d) : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values));
+  asm volatile("wgmma.mma_async.sync.aligned." SUM_SIZE "k16.f32." TYPE "." TYPE " " SUM_LIST ", " SUM_OPERANDS ", 1, 1, 1, 1;"
+               : SUM_REGS("+f", d) : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values));
 }
 
 // The box of queries: 64 numbers of each of GROUP heads of TOKENS tokens.
@@ -63,9 +85,13 @@ __device__ __forceinline__ void hold_next_wait(u32 slot, float value) {
 // All threads of a group of four warps.
 __device__ __forceinline__ void meet_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 
-// The groups take turns: one waits until the other has given it the turn.
-__device__ __forceinline__ void await_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 3) : "memory"); }
-__device__ __forceinline__ void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group + 3) : "memory"); }
+// The groups take turns: one waits until the one before has given it the turn.
+__device__ __forceinline__ void await_turn(int group) {
+  asm volatile("bar.sync %0, 256;" ::"r"(group + 1 + ROW_GROUPS) : "memory");
+}
+__device__ __forceinline__ void give_turn(int group) {
+  asm volatile("bar.arrive %0, 256;" ::"r"(group + 1 + ROW_GROUPS) : "memory");
+}
 
 // END OF INSTRUCTIONS
 
@@ -73,21 +99,35 @@ __device__ __forceinline__ void give_turn(int group) { asm volatile("bar.arrive 
 struct Item {
   int row, begin, first, fed, context, head;
 
-  __device__ __forceinline__ int own_turns() const { return (min(begin + TOKENS, fed) + KEYS - 1) / KEYS; }
-  __device__ __forceinline__ int turns() const { return own_turns() + (context + KEYS - 1) / KEYS; }
+  // Of all keys of the row, the first that the first token sees.
+  __device__ __forceinline__ int first_seen() const { return WINDOW ? max(context + begin - (WINDOW - 1), 0) : 0; }
+  // Turns from the first key of their sort on, and those of these that are left out.
+  __device__ __forceinline__ int own_end() const { return (min(begin + TOKENS, fed) + KEYS - 1) / KEYS; }
+  __device__ __forceinline__ int own_begin() const { return WINDOW ? max(first_seen() - context, 0) / KEYS : 0; }
+  __device__ __forceinline__ int own_turns() const { return own_end() - own_begin(); }
+  __device__ __forceinline__ int turns() const {
+    const int cached = (context + KEYS - 1) / KEYS;
+    return own_turns() + (WINDOW ? max(cached - first_seen() / KEYS, 0) : cached);
+  }
 };
 
 // Keys of a turn: the last own ones first, then the last ones of the cache.
 struct Turn {
   bool is_own;
   int first, valid;  // first key, and how many there are of its sort from there on
+  int gone;          // of the cache, so many first ones may be others' by now
+
+  // Where the item's first token stands, from the first key on.
+  __device__ __forceinline__ int behind(const Item& item) const { return item.begin + (is_own ? 0 : item.context) - first; }
 };
 
 __device__ __forceinline__ Turn turn_of(const Item& item, int nth) {
   const int own = item.own_turns();
   const bool is_own = nth < own;
-  const int first = (is_own ? own - 1 - nth : item.turns() - 1 - nth) * KEYS;
-  return {is_own, first, (is_own ? item.fed : item.context) - first};
+  const int last = is_own ? item.own_end() : (item.context + KEYS - 1) / KEYS + own;
+  const int first = (last - 1 - nth) * KEYS;
+  const int gone = WINDOW && !is_own ? max(item.first_seen() - first, 0) : 0;
+  return {is_own, first, (is_own ? item.fed : item.context) - first, gone};
 }
 
 // A block's items: of each round of as many as there are blocks one, from the front and from the back in turn, because
@@ -138,8 +178,9 @@ __device__ __forceinline__ void feed(const TensorMap& q, const TensorMap& k, con
           await_phase(at.empty_queries, round);
           expect(at.full_queries, ROWS * WIDTH * 2);
 #pragma unroll
-          for (int half = 0; half < 2; half++)
-            copy_heads(queries + half * 128 * 128, q, half * 64, item.head * GROUP, item.first + item.begin, at.full_queries);
+          for (int part = 0; part < PARTS; part++)
+            copy_heads(queries + part * PART_QUERIES, q, part * 64, item.head * GROUP, item.first + item.begin,
+                       at.full_queries);
         }
         const u32 full = (of_values ? at.full_values : at.full_keys) + 8 * place.stage;
         const u32 to = (of_values ? values : keys) + place.stage * TILE;
@@ -148,15 +189,15 @@ __device__ __forceinline__ void feed(const TensorMap& q, const TensorMap& k, con
           expect(full, TILE);
         }
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const int input = item.head * WIDTH + half * 64;
+        for (int part = 0; part < PARTS; part++) {
+          const int input = item.head * WIDTH + part * 64;
           if (turn.is_own) {
-            if (lane == 0) copy_box(to + half * HALF_TILE, of_values ? v : k, input, item.first + turn.first, full);
+            if (lane == 0) copy_box(to + part * PART_TILE, of_values ? v : k, input, item.first + turn.first, full);
           } else {
 #pragma unroll
             for (int box = 0; box < KEYS / BOX; box++) {
               const int first = __shfl_sync(~0u, slot, box);
-              const u32 place_of_box = to + half * HALF_TILE + box * BOX * 128;
+              const u32 place_of_box = to + part * PART_TILE + box * BOX * 128;
               if (lane == 0) copy_box(place_of_box, of_values ? v_cache : k_cache, input, first, full);
             }
           }
@@ -167,7 +208,7 @@ __device__ __forceinline__ void feed(const TensorMap& q, const TensorMap& k, con
   }
 }
 
-// A thread's rows, two of 128: running maximum of products, and its own part of the sum of weights.
+// A thread's rows, two of 64: near the running maximum of products, and its own part of the sum of weights.
 struct Softmax {
   float most[2], total[2];
 
@@ -180,6 +221,7 @@ struct Softmax {
       for (int i = 0; i < KEYS / 8; i++) high = fmaxf(high, fmaxf(scores[i * 4 + r * 2], scores[i * 4 + r * 2 + 1]));
       high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
       high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
+      if (WIDTH == 64 && (high - most[r]) * scale <= MOST_ABOVE) high = most[r];  // then nothing fades
       const float zero = high == LOWEST ? 0.f : high * scale;  // a row may see none of the keys so far
       fade[r] = power(most[r] * scale - zero);
       most[r] = high;
@@ -201,20 +243,24 @@ struct Softmax {
 __device__ __forceinline__ void mask(float* scores, const Item& item, const Turn& turn, int row, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const int seen = turn.is_own ? item.begin + (row + r * 8) / GROUP - turn.first + 1 : turn.valid;
+    const int own = turn.behind(item) + (row + r * 8) / GROUP, seen = turn.is_own ? own + 1 : turn.valid;
 #pragma unroll
     for (int i = 0; i < KEYS / 8; i++)
 #pragma unroll
-      for (int e = 0; e < 2; e++)
-        if (i * 8 + (lane & 3) * 2 + e >= seen) scores[i * 4 + r * 2 + e] = LOWEST;
+      for (int e = 0; e < 2; e++) {
+        const int key = i * 8 + (lane & 3) * 2 + e;
+        if (key >= seen || (WINDOW && key <= own - WINDOW)) scores[i * 4 + r * 2 + e] = LOWEST;
+      }
   }
 }
 
-// Values after the last key may be anything, NaN too, and have no weight.
-__device__ __forceinline__ void clear_values(unsigned char* values, int valid, int group, int thread) {
-  for (int at = thread % 128; at < (KEYS - valid) * 16; at += 128) {
-    const int row = valid + at / 16, chunk = at % 16;
-    *(uint4*)(values + chunk / 8 * HALF_TILE + row * 128 + chunk % 8 * 16) = make_uint4(0, 0, 0, 0);
+// Values before the row's and after its last key may be anything, NaN too, and have no weight.
+__device__ __forceinline__ void clear_values(unsigned char* values, const Turn& turn, int group, int thread) {
+  constexpr int chunks = WIDTH / 8;
+  const int kept = max(min(turn.valid, KEYS) - turn.gone, 0);
+  for (int at = thread % 128; at < (KEYS - kept) * chunks; at += 128) {
+    const int nth = at / chunks, chunk = at % chunks, row = nth < turn.gone ? nth : nth + kept;
+    *(uint4*)(values + chunk / 8 * PART_TILE + row * 128 + chunk % 8 * 16) = make_uint4(0, 0, 0, 0);
   }
   show_to_copies();
   meet_group(group);
@@ -226,7 +272,7 @@ __device__ __forceinline__ void ask_for_scores(float* scores, u32 queries, u32 k
 #pragma unroll
   for (int s = 1; s < WIDTH / 16; s++) {
     const int at = s % 4 * 2;  // 32 bytes a step, in units of 16
-    multiply_keys<1>(scores, a + s / 4 * (128 * 128 / 16) + at, b + s / 4 * (HALF_TILE / 16) + at);
+    multiply_keys<1>(scores, a + s / 4 * (PART_QUERIES / 16) + at, b + s / 4 * (PART_TILE / 16) + at);
   }
 }
 
@@ -258,15 +304,18 @@ __device__ __forceinline__ uint4 gathered(u32 (&words)[4], int lane) {
 }
 
 // A thread's rows of the result.
-__device__ __forceinline__ void store(u16* out, const Item& item, int heads, const Softmax& rows, const float* sum, int row,
-                                      int lane) {
+__device__ __forceinline__ void store(u16* out, const Item& item, int heads, const float* sinks, float scale,
+                                      const Softmax& rows, const float* sum, int row, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     float total = rows.total[r];
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
-    const float part = 1.f / total;
     const int own = row + r * 8, token = item.begin + own / GROUP;
+#if SINKS
+    total += power(sinks[item.head * GROUP + own % GROUP] * LOG2E - rows.most[r] * scale);
+#endif
+    const float part = 1.f / total;
     const u64 nth = ((u64)(item.first + token) * heads + item.head) * GROUP + own % GROUP;
     const bool is_inside = own < ROWS && token < item.fed;
 #pragma unroll
@@ -284,41 +333,44 @@ __device__ __forceinline__ void store(u16* out, const Item& item, int heads, con
 }
 
 // What a group of four warps does.
-__device__ __forceinline__ void attend(Items items, u16* out, float scale, const Barriers& at, u32 queries, u32 keys,
-                                       u32 values, unsigned char* values_there, int thread) {
+__device__ __forceinline__ void attend(Items items, u16* out, const float* sinks, float scale, const Barriers& at, u32 queries,
+                                       u32 keys, u32 values, unsigned char* values_there, int thread) {
   const int lane = thread & 31, group = __shfl_sync(~0u, thread / 128, 0);
   const int row = thread / 32 * 16 + (lane >> 2);  // and eight after it
   const u32 own_queries = queries + group * 64 * 128;
   Place key = {0, 0}, value = {0, 0};
   u32 round = 0;
-  if (group == 1) give_turn(0);
+  const int next_group = group == ROW_GROUPS - 1 ? 0 : group + 1;
+  if (next_group == 0) give_turn(0);
   for (Item item = items.next(), following; item.fed; item = following) {
     following = items.next();
     const int turns = item.turns();
     Softmax rows = {{LOWEST, LOWEST}, {0.f, 0.f}};
-    float scores[BN / 2], sum[BN / 2], fade[2];
+    float scores[KEYS / 2], sum[WIDTH / 2], fade[2];
     u32 weights[KEYS / 16][4];
 #pragma unroll
-    for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
+    for (int i = 0; i < WIDTH / 2; i++) sum[i] = 0.f;
     const auto await_values = [&](int nth) {
       await_phase(at.full_values + 8 * value.stage, value.parity);
-      const int valid = turn_of(item, nth).valid;
-      if (valid < KEYS) clear_values(values_there + value.stage * TILE, valid, group, thread);
+      const Turn turn = turn_of(item, nth);
+      if (turn.valid < KEYS || turn.gone) clear_values(values_there + value.stage * TILE, turn, group, thread);
     };
     const auto leave_values = [&] {
-      fence_registers(sum);
+      fence_all(sum);
       if (lane == 0) arrive_at(at.empty_values + 8 * value.stage);
       advance<STAGES>(value);
     };
     const auto weigh_keys = [&](int nth) {
-      fence_registers(scores);
+      fence_all(scores);
       if (lane == 0) {
         arrive_at(at.empty_keys + 8 * key.stage);
         if (nth == turns - 1) arrive_at(at.empty_queries);
       }
       advance<STAGES>(key);
       const Turn turn = turn_of(item, nth);
-      if (turn.valid < KEYS || (turn.is_own && turn.first + KEYS - 1 > item.begin)) mask(scores, item, turn, row, lane);
+      const int behind = turn.behind(item);
+      const bool is_cut = turn.is_own && behind < KEYS - 1, is_late = WINDOW && behind + TOKENS > WINDOW;
+      if (turn.valid < KEYS || is_cut || is_late) mask(scores, item, turn, row, lane);
       rows.weigh(scores, scale, fade);
     };
 
@@ -329,7 +381,7 @@ __device__ __forceinline__ void attend(Items items, u16* out, float scale, const
     begin_products();
     ask_for_scores(scores, own_queries, keys + key.stage * TILE);
     end_products();
-    give_turn(group ^ 1);
+    give_turn(next_group);
     await_products<0>();
     weigh_keys(0);
     pack_weights(weights, scores);
@@ -337,13 +389,13 @@ __device__ __forceinline__ void attend(Items items, u16* out, float scale, const
       await_values(nth - 1);
       await_phase(at.full_keys + 8 * key.stage, key.parity);
       await_turn(group);
-      fence_registers(sum);
+      fence_all(sum);
       begin_products();
       ask_for_scores(scores, own_queries, keys + key.stage * TILE);
       end_products();
       ask_for_sums(sum, weights, values + value.stage * TILE);
       end_products();
-      give_turn(group ^ 1);
+      give_turn(next_group);
       await_products<1>();
       weigh_keys(nth);
       hold_next_wait(at.slots + thread * 4, rows.total[0] + rows.total[1]);
@@ -351,18 +403,18 @@ __device__ __forceinline__ void attend(Items items, u16* out, float scale, const
       leave_values();
       if (__any_sync(~0u, fade[0] != 1.f || fade[1] != 1.f)) {
 #pragma unroll
-        for (int i = 0; i < BN / 2; i++) sum[i] *= fade[i / 2 % 2];
+        for (int i = 0; i < WIDTH / 2; i++) sum[i] *= fade[i / 2 % 2];
       }
       pack_weights(weights, scores);
     }
     await_values(turns - 1);
-    fence_registers(sum);
+    fence_all(sum);
     begin_products();
     ask_for_sums(sum, weights, values + value.stage * TILE);
     end_products();
     await_products<0>();
     leave_values();
-    store(out, item, items.heads, rows, sum, row, lane);
+    store(out, item, items.heads, sinks, scale, rows, sum, row, lane);
   }
 }
 
@@ -370,11 +422,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 prompt_attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                  const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap k_cache,
                  const __grid_constant__ TensorMap v_cache, const int* __restrict__ tiles,
-                 const int* __restrict__ tables, u16* out, float scale, int stride_table, int heads, int num_tiles) {
+                 const int* __restrict__ tables, const float* __restrict__ sinks, u16* out, float scale, int stride_table,
+                 int heads, int num_tiles) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
   const u32 start = shared_address(memory), queries = (start + 1023) & ~1023u;
-  const u32 keys = queries + 128 * 256, values = keys + STAGES * TILE, bars = values + STAGES * TILE;
+  const u32 keys = queries + PARTS * PART_QUERIES, values = keys + STAGES * TILE, bars = values + STAGES * TILE;
   const u32 rings = bars + 16;  // of keys and of values, full and empty
   const Barriers at = {bars, bars + 8, rings, rings + 8 * STAGES, rings + 16 * STAGES, rings + 24 * STAGES,
                        rings + 32 * STAGES};
@@ -395,11 +448,11 @@ prompt_attention(const __grid_constant__ TensorMap q, const __grid_constant__ Te
   wait_for_previous();
   const Items items = {tiles, heads, num_tiles * heads, 0, 0};
   if (warp >= CONSUMERS) {
-    give_registers<40>();
+    give_registers<THREADS == 384 ? 40 : 32>();
     if (warp == CONSUMERS)
       feed(q, k, v, k_cache, v_cache, items, tables, stride_table, at, queries, keys, values, thread & 31);
     return;
   }
-  take_registers<232>();
-  attend(items, out, scale, at, queries, keys, values, memory + (values - start), thread);
+  take_registers<THREADS == 384 ? 232 : 160>();
+  attend(items, out, sinks, scale, at, queries, keys, values, memory + (values - start), thread);
 }
