@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 
 _OFFLINE = {
     "--backend X": "the engine of this process is measured",
@@ -54,8 +55,13 @@ class _Without(argparse.Action):
 
 
 def add_options_without_effect(parser: argparse.ArgumentParser, is_offline: bool) -> None:
-    """All of them; help does not show them."""
-    for form, why in {**_ANYWHERE, **(_OFFLINE if is_offline else _SERVE)}.items():
+    """All of them; help names them at its end."""
+    forms = {**_ANYWHERE, **(_OFFLINE if is_offline else _SERVE)}
+    names = sorted(form.partition(" ")[0] for form in forms)
+    text = f"Taken without effect, which a line says: {', '.join(names)}."
+    parser.epilog = textwrap.fill(text, 79, break_on_hyphens=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    for form, why in forms.items():
         flag, _, takes = form.partition(" ")
         nargs = {"": 0, "X": None, "X...": "+"}[takes]
         parser.add_argument(

@@ -1,6 +1,6 @@
 """`fastdeploy tokenizer encode | decode | info | convert`: what a model's tokenizer does with a
-text, and a tokenizer.json for folders without. FastDeploy 2.x's options instead of a word, such as
-`--encode TEXT --vocab-size`, do the same.
+text, and a tokenizer.json for folders without. FastDeploy 2.x's options instead of a word do the
+same.
 """
 
 from __future__ import annotations
@@ -55,7 +55,13 @@ def _load(model: str) -> Any:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="fastdeploy tokenizer", description=__doc__)
+    parser = CommandParser(
+        prog="fastdeploy tokenizer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="without a word: --model DIR [--encode TEXT] [--decode IDS] [--info]\n"
+        "                [--vocab-size] [--vocab-export FILE] [--enable-mm] [--json]",
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     encode = commands.add_parser("encode", help="text to token ids")
     encode.add_argument("text", nargs="?", help="default: standard input")
