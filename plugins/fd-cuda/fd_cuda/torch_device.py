@@ -255,8 +255,9 @@ class TorchGraph:
         """The driver gets back what no other graph holds: torch would keep it for graphs of the
         same pool, whose last one this may be."""
         if not sys.is_finalizing():
-            self._graph.reset()
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # a lost GPU has nothing to give back
+                self._graph.reset()
+                torch.cuda.empty_cache()
 
 
 @contextmanager
