@@ -54,6 +54,22 @@ class TableParser(CommandParser):
 
     scopes: frozenset[str] = frozenset()
 
+    def help_of(self, word: str) -> str:
+        """Help of a group or else of arguments by a word of their names, as vLLM's --help=WORD."""
+        if word == "all":
+            return self.format_help()
+        name = spelling(word).lower().removesuffix("config")
+        titles = {str(group.title): group._group_actions for group in self._action_groups}
+        found = [t for t in titles if name in spelling(t).lower().replace(" ", "_")][:1]
+        named = [a for a in self._actions if any(name in spelling(s) for s in a.option_strings)]
+        if not found and not named:
+            raise ConfigError(f"no argument has {word!r} in its name; groups: {', '.join(titles)}")
+        formatter = self._get_formatter()
+        formatter.start_section(found[0] if found else "arguments")
+        formatter.add_arguments(titles[found[0]] if found else named)
+        formatter.end_section()
+        return formatter.format_help()
+
 
 def build_parser(
     prog: str, description: str, scopes: Iterable[str], positional_model: bool = True
@@ -107,13 +123,16 @@ def _add(group: Any, row: Argument) -> None:
 def parse(parser: TableParser, argv: Sequence[str]) -> tuple[dict[str, Any], argparse.Namespace]:
     """Typed values by inside name (YAML file below flags), and what belongs to no table row."""
     own = {s for action in parser._actions for s in action.option_strings}
+    if asked := [token for token in argv if token.startswith("--help=")]:
+        print(parser.help_of(asked[0].removeprefix("--help=")))
+        raise SystemExit
     rest, dotted = _prepare(argv, own)
     namespace, unknown = parser.parse_known_args(rest)
     for token in unknown:
         if token.startswith("-"):
             if spelling(token.split("=")[0]) in BY_SPELLING:
                 raise ConfigError(f"{token.split('=')[0]} is not an argument of {parser.prog}")
-            raise unknown_argument(spelling(token.split("=")[0]), token.split("=")[0])
+            raise unknown_argument(token.split("=")[0], parser.prog, own)
         raise ConfigError(f"unexpected argument {token!r}; see `{parser.prog} --help`")
     given = {n: v for n, v in vars(namespace).items() if n in BY_SPELLING}
     others = {n: v for n, v in vars(namespace).items() if n not in BY_SPELLING}

@@ -30,15 +30,16 @@ def spelling(name: str) -> str:
     return name.removeprefix("--").replace("-", "_")
 
 
-def unknown_argument(name: str, shown: str = "") -> ConfigError:
-    """The error for an unknown name, with the nearest known ones."""
-    as_flag = (shown or name).startswith("--")
+def unknown_argument(
+    shown: str, command: str = "fastdeploy serve", own: Iterable[str] = BY_SPELLING
+) -> ConfigError:
+    """The error for an unknown name, with the nearest of those that the command takes."""
     always = (name for name, flag in OTHER_FLAGS.items() if flag.do == "always")
-    known = [*BY_SPELLING, *PART_SPELLINGS, *always]
-    near = difflib.get_close_matches(spelling(name), known, n=3, cutoff=0.6)
-    names = ["--" + n.replace("_", "-") if as_flag else n for n in near]
-    hint = f"did you mean {' or '.join(names)}?" if names else "see `fastdeploy serve --help`"
-    return ConfigError(f"unknown argument {shown or name!r}; {hint}")
+    known = {*map(spelling, own), *PART_SPELLINGS, *always} - NEGATIVE.keys()
+    near = difflib.get_close_matches(spelling(shown), known, n=3, cutoff=0.6)
+    names = ["--" + n.replace("_", "-") if shown.startswith("--") else n for n in near]
+    hint = f"did you mean {' or '.join(names)}?" if names else f"see `{command} --help`"
+    return ConfigError(f"unknown argument {shown!r}; {hint}")
 
 
 def normalise(values: Mapping[str, Any]) -> dict[str, Any]:

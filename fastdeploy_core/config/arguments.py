@@ -74,7 +74,7 @@ def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder
         if ARGUMENTS[name].scope != "engine":
             raise ConfigError(f"{name} is an argument of the server, not of the engine")
     v = with_defaults(values)
-    limits = _mapping(v, "limit_mm_per_prompt")
+    limits = _media_limits(v)
     v["language_model_only"] |= (limits.get("image"), limits.get("video")) == (0, 0)
     if v["language_model_only"]:  # families build no tower where config.json describes none
         v["hf_overrides"] = {**_mapping(v, "hf_overrides"), "vision_config": None}
@@ -108,8 +108,15 @@ def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder
     )
 
 
+def _media_limits(v: Mapping[str, Any]) -> dict[str, Any]:
+    """How many of a kind a prompt may have. vLLM's {"count": 2, "width": 512, ...} counts, too; its
+    sizes are for measuring memory, of which pictures get their share here."""
+    given = _mapping(v, "limit_mm_per_prompt")
+    return {k: m.get("count", m) if isinstance(m, Mapping) else m for k, m in given.items()}
+
+
 def _media_config(v: Mapping[str, Any]) -> MediaConfig:
-    limits = _mapping(v, "limit_mm_per_prompt")
+    limits = _media_limits(v)
     for kind, most in limits.items():
         if type(most) is not int or most < 0 or (most and kind not in ("image", "video")):
             raise ConfigError(

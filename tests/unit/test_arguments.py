@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import fields
 from pathlib import Path
@@ -248,6 +249,37 @@ def test_unknown_arguments_are_refused_with_the_nearest(given: str, nearest: str
 def test_an_unknown_argument_that_is_like_nothing_points_to_help() -> None:
     with pytest.raises(ConfigError, match="fastdeploy serve --help"):
         parse("--xyzzy-plugh")
+
+
+def test_another_commands_hints_are_its_own() -> None:
+    def own(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--num-iterations")
+
+    for given, hint in {
+        "--num-iteration": "--num-iterations",
+        "--prt": "see `bench --help`",
+    }.items():
+        with pytest.raises(ConfigError, match=hint) as told:
+            parse_table([given, "1"], "bench", "test", ("engine",), own)
+        assert "--port" not in str(told.value)  # an argument of servers
+
+
+def test_help_of_a_word_is_that_of_a_group_or_of_arguments(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def help_of(word: str) -> str:
+        with pytest.raises(SystemExit) as left:
+            parse(f"--help={word}")
+        assert not left.value.code
+        return capsys.readouterr().out
+
+    group = help_of("CacheConfig")
+    assert "--block-size" in group and "--max-num-seqs" not in group
+    for word in ("max-num-seqs", "max_num_seqs"):
+        assert "--max-num-seqs" in help_of(word) and "--block-size" not in help_of(word)
+    assert {"--block-size", "--max-num-seqs"} <= set(help_of("all").replace(",", " ").split())
+    with pytest.raises(ConfigError, match="groups: .*KV cache"):
+        parse("--help=xyzzy")
 
 
 def test_abbreviations_are_not_taken() -> None:

@@ -189,6 +189,9 @@ def test_what_concerns_the_decoder_may_stand_in_a_text_config(tmp_path: Path) ->
         config = build_engine_config({"model": str(tmp_path), "limit_mm_per_prompt": limits})
         assert config.media.language_model_only == (len(limits) == 3)
         assert ("vision_config" in config.model.hf_config) == (len(limits) == 3)
+    newer = {"image": {"count": 2, "width": 512, "height": 512}, "video": {"count": 0}}
+    config = build_engine_config({"model": str(tmp_path), "limit_mm_per_prompt": newer})
+    assert config.media.limit_mm_per_prompt == {"image": 2, "video": 0}
     pixels = {"mm_processor_kwargs": {"max_pixels": 9}}
     config = build_engine_config({"model": str(tmp_path), **pixels, "hf_overrides": {"a": 1}})
     assert config.model.hf_config.items() >= {**pixels, "a": 1}.items()
@@ -196,6 +199,7 @@ def test_what_concerns_the_decoder_may_stand_in_a_text_config(tmp_path: Path) ->
         ({"limit_mm_per_prompt": {"sound": 1}}, "expected image or video"),
         ({"limit_mm_per_prompt": {"image": -1}}, "expected image or video"),
         ({"limit_mm_per_prompt": {"image": True}}, "expected image or video"),
+        ({"limit_mm_per_prompt": {"image": {"width": 1}}}, "expected image or video"),
         ({"allowed_local_media_path": str(tmp_path / "none")}, "is not a folder"),
     ):
         with pytest.raises(ConfigError, match=reason):

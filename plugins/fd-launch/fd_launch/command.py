@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import FrameType
+from typing import NoReturn
 
 from fastdeploy_core.contracts.small import InstanceSpec, Launcher
 from fastdeploy_core.errors import ConfigError, WorkerError
@@ -31,13 +32,15 @@ CANNOT_START = 2  # exit code of `fastdeploy serve` for what a restart does not 
 def main(arguments: Sequence[str]) -> int:
     """`fastdeploy launch`."""
     given, serve = _parser().parse_known_args(arguments)
+    if not serve:
+        raise ConfigError("no model given; name a folder: `fastdeploy launch DIR`")
     if "--uds" in serve:
         raise ConfigError("--uds: where servers listen is for the launcher to say")
     if given.instances < 1:
         raise ConfigError(f"--instances {given.instances} is below 1")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     launcher: Launcher = lookup("launcher", given.launcher)(_options(given))
-    command = (*FASTDEPLOY, "serve", given.model, *serve, "--host", "{host}", "--port", "{port}")
+    command = (*FASTDEPLOY, "serve", *serve, "--host", "{host}", "--port", "{port}")
     first = given.instance_port
     specs = [
         InstanceSpec(f"server{number}", command, first + number, given.devices)
@@ -146,15 +149,21 @@ def _options(given: argparse.Namespace) -> Mapping[str, str]:
     return options
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="fastdeploy launch",
+        usage="%(prog)s MODEL [options]",
         description="Several servers of one model, kept running, and a router in front of them.",
-        epilog="All other options are those of `fastdeploy serve`, for every server.",
+        epilog="MODEL, at the same place on every host, and all other options are those of "
+        "`fastdeploy serve`, for every server.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("model", help="folder of the model, at the same place on every host")
     add("--instances", "-n", type=int, default=1, help="servers; default: %(default)s")
     add("--launcher", default="local", help="driver that starts them; default: %(default)s")
     add(

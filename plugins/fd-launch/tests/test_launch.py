@@ -210,6 +210,21 @@ def test_what_cannot_work_is_said_at_once(command: Callable[..., Command]) -> No
         assert said in one.log, one.log
 
 
+def test_mistakes_are_one_line_and_what_is_not_launchs_goes_to_the_servers_as_it_is(
+    command: Callable[..., Command],
+) -> None:
+    for words, said in {(): "no model given", ("m", "-n", "x"): "invalid int value: 'x'"}.items():
+        one = command("launch", *words)
+        assert one.process.wait(60) == 1
+        one.stop()
+        assert said in one.log and one.log.count("\n") == 1, one.log
+    # the word after an option of the servers was taken for the model
+    one = command("launch", "--max-num-seqs", "4", "/nowhere/m", "--port", str(free_port()))
+    one.process.wait(60)
+    one.stop()
+    assert "/nowhere/m" in one.log and "unexpected" not in one.log, one.log
+
+
 def test_nothing_is_left_of_a_launch_that_was_killed(command: Callable[..., Command]) -> None:
     launched, url, servers = _launch(command)
     launched.process.kill()
