@@ -9,8 +9,10 @@ run in the same sandbox.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -24,9 +26,13 @@ import jinja2.sandbox
 
 from fastdeploy_core.errors import InvalidRequest
 
+logger = logging.getLogger(__name__)
+
 MAX_RENDERED_CHARS = 4 * 1024 * 1024
 MAX_TEMPLATE_CHARS = 64 * 1024  # of a template in a request
 MAX_KWARGS = 32
+NEAR = 0.8  # of names that are one misspelt, as difflib compares them
+_unread: set[str] = set()  # names that the log told
 # Switches that clients send to any model; a template that does not know them ignores them.
 COMMON_KWARGS = frozenset(
     {
@@ -250,8 +256,8 @@ def _is_content(node: jinja2.nodes.Node) -> bool:
 def check_template_kwargs(
     kwargs: Mapping[str, Any], known: frozenset[str] | None
 ) -> dict[str, Any]:
-    """A request's chat_template_kwargs as plain data; refuses names that the template does not
-    read.
+    """A request's chat_template_kwargs as plain data. A name that the template does not read has no
+    effect, as with vLLM; one that is much like another is refused, since it is misspelt.
 
     `known`: the names that the template reads; None if unknown (a request's own template).
     """
@@ -273,11 +279,17 @@ def check_template_kwargs(
                 param="chat_template_kwargs",
             )
         if possible is not None and name not in possible:
-            raise InvalidRequest(
-                f"chat_template_kwargs sets {name!r:.60}, which the chat template does not read; "
-                f"possible: {', '.join(sorted(possible))}",
-                param="chat_template_kwargs",
-            )
+            if near := difflib.get_close_matches(name, possible, n=1, cutoff=NEAR):
+                raise InvalidRequest(
+                    f"chat_template_kwargs sets {name!r:.60}, which the chat template does not "
+                    f"read; did you mean {near[0]!r}?",
+                    param="chat_template_kwargs",
+                )
+            if name not in _unread and len(_unread) < MAX_KWARGS:
+                _unread.add(name)
+                logger.warning(
+                    "chat_template_kwargs.%.60s has no effect: the template does not read it", name
+                )
     plain: dict[str, Any] = plain_data(dict(kwargs))
     return plain
 
