@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import difflib
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 stats_logger = logging.getLogger("fastdeploy_core.serving.stats")
 
 LAG_PERIOD_S = 1.0
+_AZURE = re.compile("^/openai/(v1/|deployments/[^/]+/)?")
 # Nearly all calls of a server use these routes; their endpoints take the request and nothing else.
 BUSY_PATHS = ("/v1/chat/completions", "/v1/completions")
 
@@ -153,6 +155,8 @@ async def _error_response(http: Request, error: Exception) -> Response:
     if "route" not in http.scope and (hint := how_to_get(http.method, route_path(http.scope))):
         answer = ApiError(404, hint)
     elif isinstance(error, HTTPException) and answer.status in (404, 405):
+        if path := _route_meant(http):
+            return Response(status_code=307, headers={"Location": path})
         answer = ApiError(answer.status, _no_route(http), headers=answer.headers)
     body = answer.encoded(http.scope)
     return Response(body, answer.status, headers=answer.headers, media_type="application/json")
@@ -166,6 +170,18 @@ def _methods(routers: Sequence[tuple[str, APIRouter]]) -> dict[str, set[str]]:
             if path := getattr(route, "path", ""):
                 methods.setdefault(prefix + path, set()).update(getattr(route, "methods", ()))
     return methods
+
+
+def _route_meant(http: Request) -> str:
+    """The route to go to, where slashes are all that is wrong with a path, or it is one of Azure's,
+    such as /openai/deployments/NAME/chat/completions."""
+    path, query = re.sub("/+", "/", route_path(http.scope)).rstrip("/"), http.scope["query_string"]
+    path = _AZURE.sub("/v1/", path)
+    if path == route_path(http.scope) or path not in http.app.state.methods:
+        return ""
+    return str(
+        http.scope.get("root_path", "") + path + ("?" + query.decode("latin-1") if query else "")
+    )
 
 
 def _no_route(http: Request) -> str:

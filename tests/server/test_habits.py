@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from pydantic import ValidationError
 
@@ -12,7 +13,7 @@ from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.serving.openai.schemas.chat import ChatCompletionRequest
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.types import StructuredOutputsParams
-from tests.server_support import ScriptedEngine, events_of, live
+from tests.server_support import LiveServer, ScriptedEngine, events_of, live
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -26,6 +27,38 @@ def test_a_route_that_is_not_there_names_itself_and_those_that_are(client: httpx
     for path in ("/v1/completions", "/health", "/tokenize", "/metrics"):
         assert path in message
     assert "did you mean" not in client.get("/xyzzy").json()["error"]["message"]
+
+
+def test_slashes_too_many_lead_to_the_route(client: httpx.Client, server: LiveServer) -> None:
+    """vLLM's servers answer 307 to a slash at the end."""
+    for path in ("/v1/chat/completions/", "//v1//chat/completions?a=b"):
+        answer = client.post(server.url + path, json=CHAT)
+        assert answer.status_code == 307, answer.text
+        answer = client.post(server.url + path, json=CHAT, follow_redirects=True)
+        assert answer.json()["object"] == "chat.completion"
+        assert answer.url.path == "/v1/chat/completions"
+        assert answer.url.query == path.encode().partition(b"?")[2]
+    assert client.get("/v1/models/").json() == client.get("/v1/models").json()
+    for path in ("/x/", "//evil.example/", "/health/live/x/"):
+        assert client.get(server.url + path).status_code == 404
+
+
+def test_azures_clients_find_the_routes(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
+    with live(engine, tokenizer, api_keys=("k",)) as server:
+        more = {"azure_endpoint": server.url, "api_version": "2024-10-21"}
+        azure = openai.AzureOpenAI(api_key="k", **more)
+        chat = azure.chat.completions.create(**CHAT)
+        assert chat.choices[0].message.content == "Hello, world!"
+        chunks = azure.chat.completions.create(**CHAT, stream=True)
+        assert "".join(c.choices[0].delta.content or "" for c in chunks) == "Hello, world!"
+        assert azure.completions.create(model="tiny", prompt="Hi").choices[0].text
+        assert [model.id for model in azure.models.list()] == ["tiny"]
+        newer = openai.OpenAI(base_url=f"{server.url}/openai/v1/", api_key="k")
+        assert newer.chat.completions.create(**CHAT).choices[0].message.content
+        with pytest.raises(openai.AuthenticationError):
+            openai.AzureOpenAI(api_key="other", **more).models.list()
+        with pytest.raises(openai.NotFoundError, match="there is no route"):
+            azure.images.generate(prompt="x")
 
 
 def test_a_path_of_another_method_says_which(client: httpx.Client) -> None:

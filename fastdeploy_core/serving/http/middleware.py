@@ -163,7 +163,7 @@ class Keys:
             await self.app(scope, receive, send)
             return
         found = _match(_header(scope, b"authorization"), known)
-        plain = _header(scope, b"x-api-key")
+        plain = _header(scope, b"x-api-key") or _header(scope, b"api-key")  # of Azure's clients
         if found is None and plain is not None:
             found = _match(b"bearer " + plain, known)
         if found is None:

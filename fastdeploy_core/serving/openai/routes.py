@@ -82,6 +82,8 @@ def openai_router(state: ServerState) -> APIRouter:
 
     @router.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
+        if not model_id:  # a slash at the end
+            return await models()
         state.check_name(model_id)
         return json_response(_card(state, model_id, created))
 
