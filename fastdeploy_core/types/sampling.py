@@ -11,7 +11,7 @@ from fastdeploy_core.errors import InvalidRequest
 
 # Below this temperature sampling is greedy (vLLM's threshold).
 GREEDY_TEMPERATURE = 1e-5
-MAX_N = 16
+MAX_N = 128  # as in OpenAI's API
 MAX_LOGPROB_TOKEN_IDS = 128  # as in vLLM
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256

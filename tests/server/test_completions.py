@@ -234,7 +234,7 @@ def test_token_ids_are_returned(tokenizer: Tokenizer, client: httpx.Client) -> N
         ({"prompt": [1.5]}, "prompt"),
         ({"prompt": [True]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
-        ({"prompt": ["x"] * 65}, "prompt"),
+        ({"prompt": ["x"] * 513}, "prompt"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "best_of": 1, "n": 2}, "best_of"),
         ({"prompt": "x", "best_of": 2, "stream": True}, "best_of"),

@@ -166,6 +166,19 @@ def test_no_answers_are_refused_on_both_routes(client: httpx.Client, route: str)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
 
 
+def test_as_many_answers_prompts_and_tools_as_rollouts_evaluations_and_agents_ask_for(
+    client: httpx.Client,
+) -> None:
+    """They were 16, 64 and 128; vLLM has no such limits, OpenAI's API 128 answers."""
+    many = {**CHAT, "n": 128, "temperature": 1, "max_tokens": 2}
+    answer = client.post("/v1/chat/completions", json=many).json()
+    assert [choice["index"] for choice in answer["choices"]] == list(range(128))
+    body = {"prompt": ["a"] * 200, "max_tokens": 1}
+    assert len(client.post("/v1/completions", json=body).json()["choices"]) == 200
+    tools = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(300)]
+    ChatCompletionRequest(**CHAT, tools=tools, tool_choice="auto")
+
+
 def test_a_schema_beside_json_object_binds() -> None:
     """As clients of llama.cpp spell it; it was ignored."""
     schema = {"enum": [1]}

@@ -12,7 +12,7 @@ from fastdeploy_core.errors import InvalidRequest
 from .common import MAX_TOKEN_IDS, ApiModel, SamplingFields
 
 MAX_MESSAGES = 2048
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TOOL_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 # FastDeploy 2.x read template switches from `metadata` and the body; these are still read there.

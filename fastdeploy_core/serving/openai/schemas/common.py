@@ -20,7 +20,7 @@ from fastdeploy_core.types import SamplingParams, StructuredOutputsParams
 
 from .unsupported import NO_EFFECT, REFUSED, refuse_unsupported
 
-MAX_PROMPTS = 64
+MAX_PROMPTS = 512
 MAX_TOKEN_IDS = 2**18  # no list in a body may be longer
 MAX_STOP_TOKEN_IDS = 256
 MAX_ALLOWED_TOKEN_IDS = 2**18
