@@ -43,7 +43,8 @@ def take_media(
     names = {n.format(kind): kind for kind in kinds for n in ("{}", "{}_url", "{}_pil", "input_{}")}
 
     def taken(part: Any, where: str) -> Any:
-        name = part.get("type") if isinstance(part, Mapping) else None
+        given = part if isinstance(part, Mapping) else {}  # vLLM's users may leave out the type
+        name = given.get("type") or next((each for each in names if given.get(each)), None)
         kind = names.get(name) if isinstance(name, str) else None
         if kind is None:
             return part

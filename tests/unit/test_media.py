@@ -43,6 +43,7 @@ def test_parts_are_taken_out_in_order_and_leave_their_place() -> None:
                 {"type": "image", "image": picture},
                 {"type": "image_url", "image_url": "data:b"},
                 {"type": "input_image", "image_url": "data:c"},
+                {"image_url": {"url": "data:d"}},
             ],
         },
     ]
@@ -54,10 +55,11 @@ def test_parts_are_taken_out_in_order_and_leave_their_place() -> None:
         MediaPart("image", picture, "messages[1].content[3]"),
         MediaPart("image", "data:b", "messages[1].content[4]"),
         MediaPart("image", "data:c", "messages[1].content[5]"),
+        MediaPart("image", "data:d", "messages[1].content[6]"),
     ]
     (_, user) = prepare_messages(changed, keep_parts=True, kinds=("image",))
     kinds = [part["type"] for part in user["content"]]
-    assert kinds == ["text", "image", "text", "image", "image", "image"]
+    assert kinds == ["text", "image", "text", *["image"] * 4]
 
 
 def test_how_parts_are_prepared_goes_with_each_of_them() -> None:
