@@ -259,7 +259,7 @@ class LLM:
         if not stream:
             return self._collect(batch, use_tqdm, reader)
         try:  # what is wrong with any of them is said now
-            batch.requests = iter([*requests])
+            batch.requests = iter([*batch.requests])
         finally:
             for future in batch.ahead:
                 future.cancel()
