@@ -136,6 +136,12 @@ def test_one_bad_prompt_leaves_nothing_behind(llm: LLM, bad: Any) -> None:
     assert generate(llm, "good", GREEDY)[0].outputs[0].token_ids == expected(llm, "good")
 
 
+@pytest.mark.parametrize("bad", [7, None])
+def test_prompts_of_another_type_are_refused(llm: LLM, bad: Any) -> None:
+    with pytest.raises(InvalidRequest, match="prompts must be text, token ids, or a list of them"):
+        generate(llm, bad, GREEDY)
+
+
 def test_a_prompt_that_is_too_long_says_so(llm: LLM) -> None:
     with pytest.raises(RequestTooLong, match="maximum context length is 256 tokens"):
         generate(llm, [[5] * 256], GREEDY)
