@@ -373,8 +373,9 @@ class LLM:
                         given += give()
                     if not batch.ready:
                         self._step(engine)
-                if collects:
+                if collects:  # from here on it is the caller's again
                     gc.enable()
+                    collects = False
                 for output in batch.take():
                     _raise_refusal(output)
                     yield batch.order[output.request_id], reader.read(output) if reader else output
