@@ -120,6 +120,7 @@ def test_lists_must_have_one_entry_for_each_prompt(llm: LLM) -> None:
         "",
         [],
         {"prompt": ""},
+        {"prompt_token_ids": "hello"},
         {"text": "x"},
         {},
         7,
