@@ -259,7 +259,7 @@ class LLM:
         if not stream:
             return self._collect(batch, use_tqdm, reader)
         try:  # what is wrong with any of them is said now
-            batch.requests = iter([*requests])
+            batch.requests = iter([*batch.requests])
         finally:
             for future in batch.ahead:
                 future.cancel()
@@ -373,8 +373,9 @@ class LLM:
                         given += give()
                     if not batch.ready:
                         self._step(engine)
-                if collects:
+                if collects:  # from here on it is the caller's again
                     gc.enable()
+                    collects = False
                 for output in batch.take():
                     _raise_refusal(output)
                     yield batch.order[output.request_id], reader.read(output) if reader else output
