@@ -86,8 +86,8 @@ def _overrides(options: Mapping[str, Any]) -> Any:
 
 def _prepared(schema: Any, options: Mapping[str, Any]) -> Any:
     """The schema as llguidance takes it: formats that it does not know are left out, since to JSON
-    Schema they are notes, and an object that lists its properties takes no others, unless it says
-    so with additionalProperties.
+    Schema they are notes; so is uniqueItems, which a grammar cannot say and readers check; and an
+    object that lists its properties takes no others, unless it says so with additionalProperties.
 
     A schema with allOf stays open: its branches describe one object together.
     """
@@ -100,6 +100,7 @@ def _node(node: Any, root: Any, is_closed: bool) -> Any:
         return node
     node = _with_listed_names(node, root)
     made = dict(node)
+    made.pop("uniqueItems", None)
     for key in _SCHEMA_KEYS:
         if key in node:
             made[key] = _node(node[key], root, is_closed)

@@ -7,9 +7,11 @@ import json
 import random
 import re
 import time
+from typing import Literal
 
 import jsonschema
 import numpy as np
+import pydantic
 import pytest
 from fd_grammar_llguidance.backend import LLGuidanceBackend
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -150,6 +152,20 @@ def test_a_format_that_is_not_known_is_a_note(
     for answer in answers:
         jsonschema.validate(answer, schema)
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", answer["day"])
+
+
+def test_sets_are_lists_that_their_reader_checks(
+    backend: LLGuidanceBackend, tokenizer: Tokenizer
+) -> None:
+    some = set[Literal[1, 2]], pydantic.Field(min_length=1, max_length=3)
+    answer_type = pydantic.create_model("Answer", uniqueItems=some)
+    schema = answer_type.model_json_schema()
+    assert '"uniqueItems": true' in json.dumps(schema)
+    compiled = backend.compile(StructuredOutputsParams(json=schema), {})
+    answers = [generate(backend, tokenizer, compiled, seed) for seed in range(8)]
+    for answer in filter(None, answers):
+        assert answer_type.model_validate_json(answer).model_dump()["uniqueItems"] <= {1, 2}
+    assert any(answers)
 
 
 @pytest.mark.parametrize("names", [{"enum": ["a", "b c"]}, {"$ref": "#/$defs/Name"}])
