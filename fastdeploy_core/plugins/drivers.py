@@ -96,7 +96,7 @@ def find_part(name: str, asked: str, inventory: Inventory | None = None) -> Plug
     engine_process.py, worker_process.py). `forced-tools`: calls that a grammar forces.
     `thinking-budget`: a logits processor. `beam-llm`, `beam-sampling`: beam search.
     `request-templates`: renders chat templates that requests bring (serving/state.py).
-    asked: the arguments that need it."""
+    `pooled-invocations`: a route. asked: the arguments that need it."""
     try:
         return find("part", name, inventory)
     except PluginNotFound as error:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from fastdeploy_core.plugins.drivers import part
 from fastdeploy_core.serving.http.errors import ApiError
 from fastdeploy_core.serving.http.json_body import read_model, tenant_of
 from fastdeploy_core.serving.respond import answer, json_response
@@ -58,6 +59,7 @@ def openai_router(state: ServerState) -> APIRouter:
     """Routes of one app."""
     router = APIRouter()
     created = int(time.time())
+    pooled = part("pooled-invocations", "--runner pooling") if state.config.pooling else None
 
     @router.post("/v1/chat/completions", openapi_extra=_body_of(ChatCompletionRequest))
     async def chat_completions(http: Request) -> Response:
@@ -69,8 +71,10 @@ def openai_router(state: ServerState) -> APIRouter:
         body = await read_model(http, CompletionRequest, state.parsers)
         return await answer(http, state, CompletionJob(state, body, call_of(http, body)))
 
-    @router.post("/invocations")  # one path for both, as SageMaker calls it
+    @router.post("/invocations")  # one path for all, as SageMaker calls it
     async def invocations(http: Request) -> Response:
+        if pooled is not None:
+            return await pooled(http)  # type: ignore[no-any-return]
         body = await read_model(http, Invocation, state.parsers)
         http.state.ignored_fields = None  # which fields have no effect is the other model's to say
         return await (completions if body.messages is None else chat_completions)(http)

@@ -4,7 +4,7 @@ every path that clients use."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -23,6 +23,7 @@ from .prompts import Prompter
 from .schemas import (
     EmbedRequest,
     InputRequest,
+    Invocation,
     PairFields,
     PoolingFields,
     PoolingRequest,
@@ -171,6 +172,26 @@ async def _rerank(http: Request) -> Response:
     return await _answer_pairs(http, state, body, [query], documents, render)
 
 
+async def invocations(http: Request) -> Response:
+    """Part `pooled-invocations`: /invocations, the one path that SageMaker calls. Answers as the
+    route does that the body's keys belong to."""
+    state: ServerState = http.app.state.server
+    body = await read_model(http, Invocation, state.parsers)
+    http.state.ignored_fields = None  # the route says which fields have no effect
+    task = PoolingSettings.of(state.config.pooling).task
+    keys = [key for key in _INVOKED if key in body.model_fields_set]
+    return await _INVOKED[keys[0] if keys else task](http)
+
+
+# By a key of the body; else by the task.
+_INVOKED: dict[str, Callable[[Request], Awaitable[Response]]] = {
+    "query": _rerank,
+    **dict.fromkeys(("queries", "text_1", "data_1"), _score),
+    **dict.fromkeys(("texts", "inputs"), _embed),
+    "embed": _embeddings,
+    "classify": _classify,
+    "reward": _pooling,
+}
 _ROUTES: dict[Callable[..., Any], tuple[type[PoolingFields], tuple[str, ...]]] = {
     _embeddings: (InputRequest, ("/v1/embeddings",)),
     _embed: (EmbedRequest, ("/v2/embed",)),

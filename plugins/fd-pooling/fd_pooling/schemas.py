@@ -215,6 +215,17 @@ class EmbedRequest(PoolingFields):
         return InputRequest(input=texts, dimensions=self.output_dimension, **same, **cut)
 
 
+class Invocation(ApiModel):
+    """Of /invocations: the keys that tell which route's body it is."""
+
+    query: Any = None
+    queries: Any = None
+    text_1: Any = None
+    data_1: Any = None
+    texts: Any = None
+    inputs: Any = None
+
+
 def _check_count(documents: list[str]) -> None:
     if len(documents) > MAX_INPUTS:
         raise InvalidRequest(

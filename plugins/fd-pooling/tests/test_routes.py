@@ -111,6 +111,27 @@ def test_embeddings_are_scored_by_their_cosine(server: Server, answers: dict[str
     assert [each["index"] for each in found] == best.tolist()
 
 
+def test_invocations_is_the_route_that_the_body_is_of(server: Server) -> None:
+    """As vLLM's servers answer SageMaker."""
+    embeds, classes = server("qwen3-embedding").url, server("bert-cross").url
+    for url, path, body in (
+        (embeds, "/v1/embeddings", {"input": TEXTS}),
+        (embeds, "/rerank", {"query": TEXTS[0], "documents": TEXTS, "unknown": 1}),
+        (embeds, "/score", {"text_1": TEXTS[0], "text_2": TEXTS}),
+        (embeds, "/v2/embed", {"texts": TEXTS}),
+        (classes, "/classify", {"input": TEXTS}),
+    ):
+        invoked, same = post(url, "/invocations", body), post(url, path, body)
+        assert invoked.status_code == 200, invoked.text
+        one, two = invoked.json(), same.json()
+        assert one.keys() == two.keys()
+        for rows in {"data", "results"} & one.keys():
+            assert [row.keys() for row in one[rows]] == [row.keys() for row in two[rows]]
+        ignored = [found.headers.get("x-ignored-fields") for found in (invoked, same)]
+        assert ignored == (["unknown"] * 2 if "unknown" in body else [None] * 2)
+    assert post(embeds, "/invocations", {"prompt": "Hi"}).status_code == 400
+
+
 def test_the_cohere_clients_embed_and_rerank(server: Server, answers: dict[str, Any]) -> None:
     embeds, cross = server("qwen3-embedding").url, server("bert-cross").url
     client = cohere.ClientV2(api_key="x", base_url=embeds)
