@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         StructuredOutputsParams,
     )
 
+    from .engine.args_utils import EngineArgs
     from .inputs import TextPrompt, TokensPrompt
     from .llm import LLM
     from .lora.request import LoRARequest
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "BeamSearchParams": "fastdeploy.sampling_params",
     "CompletionOutput": "fastdeploy_core.types",
+    "EngineArgs": "fastdeploy.engine.args_utils",
     "LLM": "fastdeploy.llm",
     "LoRARequest": "fastdeploy.lora.request",
     "Logprob": "fastdeploy_core.types",
@@ -49,6 +51,7 @@ __all__ = [
     "LLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "EngineArgs",
     "LoRARequest",
     "Logprob",
     "PoolingParams",

@@ -6,8 +6,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from fastdeploy_core.api import llm as core
 from fastdeploy_core.api.inputs import Prompt, Prompts, normalise_prompts
@@ -16,8 +17,10 @@ from fastdeploy_core.engine.input import Truncation
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.types import RequestOutput
 
+from .engine.args_utils import EngineArgs
 from .outputs import Answers
 from .sampling_params import SamplingParams
+from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +31,6 @@ _NOT_HERE: Final = {
     "enqueue": "generate(..., stream=True) gives outputs as they come",
     "enqueue_chat": "chat(..., stream=True) gives outputs as they come",
     "finish_weight_update": "update_weights does all of it, with enable_rollout=True (fd-rollout)",
-    "from_engine_args": "LLM(**arguments) takes the server's arguments as keywords",
     "init_weight_transfer_engine": "update_weights takes a source (fd-rollout)",
     "llm_engine": "the configuration is LLM.config, the counters are LLM.get_metrics()",
     "model_config": "the configuration is LLM.config.model",
@@ -54,10 +56,24 @@ class LLM(core.LLM):
     an unknown one raises ConfigError with the nearest valid name. Not thread safe.
     """
 
+    tokenizer_class = Tokenizer
+
     def __init__(self, model: str | Path, **engine_args: Any) -> None:
+        engine_args = {name: value for name, value in engine_args.items() if value is not None}
         if engine_args.pop("disable_log_stats", True) is False:  # nobody logs them here anyway
             logger.warning("disable_log_stats has no effect: LLM.get_metrics() has the counters")
         super().__init__(model, **engine_args)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """As LLM(**asdict(engine_args))."""
+        return cls(**asdict(engine_args))
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer, with the names that Hugging Face's have."""
+        found = super().get_tokenizer()
+        assert isinstance(found, Tokenizer)  # noqa: S101 - tokenizer_class
+        return found
 
     def generate(
         self,

@@ -48,9 +48,33 @@ def _render(path: str, **case: Any) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, **case, **kwargs)
 
 
+def called(tokenizer: Any, text: str, messages: Any) -> list[Any]:
+    """What users' programs ask of a tokenizer, of either class."""
+    ids = tokenizer.encode(text)
+    asked = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
+    return [
+        tokenizer(text).input_ids,
+        tokenizer([text, text])["attention_mask"],
+        tokenizer.tokenize(text),
+        tokenizer.batch_decode([ids, ids[:3]], skip_special_tokens=True),
+        tokenizer.convert_ids_to_tokens(ids),
+        tokenizer.convert_tokens_to_ids(tokenizer.convert_ids_to_tokens(ids[1])),
+        tokenizer.eos_token_id,
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True),
+        tokenizer.apply_chat_template([messages, messages], **asked),
+        tokenizer.apply_chat_template(messages, enable_thinking=True, **asked),
+    ]
+
+
+def _called(path: str, **asked: Any) -> list[Any]:
+    from transformers import AutoTokenizer
+
+    return called(AutoTokenizer.from_pretrained(path), **asked)
+
+
 def main() -> None:
     """One kind of job, many jobs."""
-    function = {"facts": _facts, "render": _render}[sys.argv[1]]
+    function = {"facts": _facts, "render": _render, "called": _called}[sys.argv[1]]
     jobs = json.loads(sys.stdin.buffer.read())
     print(json.dumps([function(**job) for job in jobs]))
 

@@ -83,6 +83,8 @@ class LLM:
     an unknown one raises ConfigError with the nearest valid name. Not thread safe.
     """
 
+    tokenizer_class: type[Tokenizer] = Tokenizer
+
     def __init__(
         self,
         model: str | Path,
@@ -95,7 +97,7 @@ class LLM:
         self.config = build_engine_config({"model": str(model), **engine_args}, find_model)
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
-            self._tokenizer = Tokenizer.load(
+            self._tokenizer = self.tokenizer_class.load(
                 self.config.model.tokenizer_path,
                 chat_template=self.config.model.chat_template,
                 trust_special_tokens=self.config.model.trust_special_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import tokenizers
 
@@ -81,7 +81,7 @@ class Tokenizer:
         *,
         chat_template: str | None = None,
         trust_special_tokens: bool = False,
-    ) -> Tokenizer:
+    ) -> Self:
         """Read a tokenizer folder. `chat_template`: text that replaces the model's own template.
         `trust_special_tokens`: those in users' text act as the template's own."""
         files = read_files(path)

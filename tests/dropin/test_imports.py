@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
 
 import fastdeploy
+from fastdeploy_core.errors import ConfigError, InvalidRequest
 from fastdeploy_core.types import CompletionOutput, RequestOutput, SamplingParams
+from tests import hf_tokenizer_child
 from tests.server_process import environment
 
 HEAVY = ("torch", "paddle", "transformers", "fastapi", "uvicorn", "jinja2", "tokenizers", "zmq")
@@ -31,11 +33,45 @@ def test_unknown_names_are_attribute_errors() -> None:
 def test_the_paths_of_2x_lead_to_the_same_objects() -> None:
     from fastdeploy.engine.request import RequestOutput as OldOutput
     from fastdeploy.engine.sampling_params import SamplingParams as OldParams
+    from fastdeploy.engine.args_utils import EngineArgs
     from fastdeploy.entrypoints.llm import LLM
+    from fastdeploy.input.ernie4_5_tokenizer import Ernie4_5Tokenizer
+    from fastdeploy.tokenizer import Tokenizer
 
+    assert EngineArgs is fastdeploy.EngineArgs
+    assert Ernie4_5Tokenizer is Tokenizer
     assert LLM is fastdeploy.LLM
     assert OldParams is fastdeploy.SamplingParams
     assert OldOutput is fastdeploy.RequestOutput
+
+
+@pytest.mark.parametrize("model", ["ernie-tiny", "qwen3-vl-tiny"])
+def test_tokenizers_are_called_as_those_of_hugging_face(model: str) -> None:
+    from fastdeploy.input.ernie4_5_tokenizer import Ernie4_5Tokenizer
+
+    path = str(Path(__file__).parents[2] / "models" / model)
+    talk = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hi there"}]
+    if model == "qwen3-vl-tiny":
+        talk += [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+    asked = {"text": "Hello, you", "messages": talk}
+    (theirs,) = hf_tokenizer_child.ask("called", [{"path": path, **asked}])
+    tokenizer = Ernie4_5Tokenizer.from_pretrained(path, trust_remote_code=True)
+    assert hf_tokenizer_child.called(tokenizer, **asked) == theirs
+    talk[-1] = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    if model == "qwen3-vl-tiny":  # as FastDeploy 2.x's documents print it
+        assert "<|image_pad|>" in tokenizer.apply_chat_template(talk, tokenize=False)
+    with pytest.raises(InvalidRequest, match="return_tensors is not supported"):
+        tokenizer.apply_chat_template(asked["messages"], tokenize=True, return_tensors="pt")
+
+
+def test_arguments_of_engines_are_those_of_llms() -> None:
+    args = fastdeploy.EngineArgs(model="m", max_model_len=64, trust_remote_code=True)
+    given = {name: value for name, value in asdict(args).items() if value is not None}
+    assert given == {"model": "m", "max_model_len": 64, "trust_remote_code": True}
+    with pytest.raises(TypeError, match="max_model_length"):
+        fastdeploy.EngineArgs(model="m", max_model_length=64)
+    with pytest.raises(ConfigError, match="'/nowhere/m'"):
+        fastdeploy.LLM.from_engine_args(fastdeploy.EngineArgs(model="/nowhere/m"))
 
 
 def test_importing_is_light_and_writes_nothing(tmp_path: Path) -> None:

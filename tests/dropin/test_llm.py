@@ -354,6 +354,9 @@ def test_arguments_have_both_spellings_and_unknown_ones_are_named(folder: Path) 
     with LLM(folder, device="null", max_model_len=64, load_choices="dummy") as llm:
         assert llm.config.model.max_model_len == 64
         assert llm.config.model.load_format == "dummy"
-        assert isinstance(llm.get_tokenizer(), Tokenizer)
+        tokenizer = llm.get_tokenizer()
+        assert isinstance(tokenizer, Tokenizer)
+        prompt = tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
+        assert prompt.count("hello") == 1
     with pytest.raises(ConfigError, match="max_model_len"):
         LLM(folder, device="null", max_model_length=64)

@@ -1,0 +1,1 @@
+"""FastDeploy 2.x's path of tokenizers."""
