@@ -1,9 +1,9 @@
 """Arguments that FastDeploy 2.x or vLLM know and that have no row here: other_flags.json.
 
 Each is answered in one of three ways. "always" asks for what happens anyway. "take" has no effect,
-which one line of the log says: nothing that a client sees depends on it. "refuse" stops the start:
-without it, answers, capacity or security would be other than was asked. A value among `harmless`
-asks for what happens anyway.
+which one line of the log says: clients see no difference, unless that line tells one. "refuse"
+stops the start: without it, answers, capacity or security would be other than was asked. A value
+among `harmless` asks for what happens anyway.
 """
 
 from __future__ import annotations

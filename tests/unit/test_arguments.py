@@ -219,6 +219,13 @@ def test_short_flags_of_speculative_decoding() -> None:
     }
 
 
+def test_the_documented_early_stop_starts_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """FastDeploy 2.x's page prints both; they kept servers from starting."""
+    more = ("--early-stop-config", '{"enable_early_stop":true, "window_size": 1000}')
+    assert parse("--enable-early-stop", *more) == {}
+    assert caplog.text.count("as long as max_tokens allows") == 2
+
+
 def test_a_secret_that_is_not_taken_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:
     assert parse("--hf-token", "hf_secret") == {}
     assert "HF_TOKEN" in caplog.text and "hf_secret" not in caplog.text
