@@ -31,9 +31,9 @@ def test_unknown_names_are_attribute_errors() -> None:
 
 
 def test_the_paths_of_2x_lead_to_the_same_objects() -> None:
+    from fastdeploy.engine.args_utils import EngineArgs
     from fastdeploy.engine.request import RequestOutput as OldOutput
     from fastdeploy.engine.sampling_params import SamplingParams as OldParams
-    from fastdeploy.engine.args_utils import EngineArgs
     from fastdeploy.entrypoints.llm import LLM
     from fastdeploy.input.ernie4_5_tokenizer import Ernie4_5Tokenizer
     from fastdeploy.tokenizer import Tokenizer
