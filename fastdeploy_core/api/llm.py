@@ -334,9 +334,8 @@ class LLM:
                     num_read += len(output.prompt_token_ids)
                     num_written += sum(len(answer.token_ids) for answer in output.outputs)
                     took_s = max(bar.format_dict["elapsed"], 1e-9)
-                    read, wrote = num_read / took_s, num_written / took_s
-                    speeds = f"input: {read:.1f} tok/s, output: {wrote:.1f} tok/s"
-                    bar.set_postfix_str(speeds, refresh=False)
+                    rates = f"input: {num_read / took_s:.1f}, output: {num_written / took_s:.1f} tok/s"
+                    bar.set_postfix_str(rates, refresh=False)
                     bar.update()
         return [results[place] for place in range(len(texts))]
 

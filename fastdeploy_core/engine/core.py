@@ -186,8 +186,7 @@ class EngineCore:
         return outputs
 
     def begin(self) -> bool:
-        """Begin one step more, as far as steps are begun ahead; False: none. Nothing is waited
-        for, so a client that has further requests gives them meanwhile."""
+        """Begin one step more, without waiting; False: as many as may be are begun."""
         before = len(self._in_flight)
         self._submit_ahead(min(before + 1, self._depth))
         return len(self._in_flight) > before
