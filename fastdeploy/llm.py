@@ -228,7 +228,7 @@ def _in_our_words(prompts: Prompts, processor_kwargs: Mapping[str, Any] | None) 
             named["mm_processor_kwargs"] = named.get("mm_processor_kwargs") or processor_kwargs
         return named
 
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
         found: Prompts = one(prompts)
         return found
     return [one(prompt) for prompt in prompts]

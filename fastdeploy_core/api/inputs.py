@@ -94,7 +94,8 @@ def _prompt(value: Any, where: str) -> Prompt:
             f"{', '.join(map(str, value)) or 'nothing'}; possible: {', '.join(_PROMPT_KEYS)}",
             param="prompts",
         )
-    if not isinstance(text, str | None) or not (ids is None or isinstance(ids, Sequence)):
+    is_text, is_list = isinstance(text, str | None), isinstance(ids, Sequence | None)
+    if not is_text or not is_list or isinstance(ids, str):
         raise InvalidRequest(f"{where}: prompt is text, prompt_token_ids a list", param="prompts")
     asked = value.get("mm_processor_kwargs") or {}
     media = _media(value.get("multi_modal_data") or {}, asked, where)

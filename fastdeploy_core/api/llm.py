@@ -261,7 +261,7 @@ class LLM:
         if not stream:
             return self._collect(batch, use_tqdm, reader)
         try:  # what is wrong with any of them is said now
-            batch.requests = iter([*requests])
+            batch.requests = iter([*batch.requests])
         finally:
             for future in batch.ahead:
                 future.cancel()
@@ -334,9 +334,8 @@ class LLM:
                     num_read += len(output.prompt_token_ids)
                     num_written += sum(len(answer.token_ids) for answer in output.outputs)
                     took_s = max(bar.format_dict["elapsed"], 1e-9)
-                    read, wrote = num_read / took_s, num_written / took_s
-                    speeds = f"input: {read:.1f} tok/s, output: {wrote:.1f} tok/s"
-                    bar.set_postfix_str(speeds, refresh=False)
+                    rates = f"input: {num_read / took_s:.1f}, output: {num_written / took_s:.1f} tok/s"
+                    bar.set_postfix_str(rates, refresh=False)
                     bar.update()
         return [results[place] for place in range(len(texts))]
 
@@ -375,8 +374,9 @@ class LLM:
                         given += give()
                     if not batch.ready:
                         self._step(engine)
-                if collects:
+                if collects:  # from here on it is the caller's again
                     gc.enable()
+                    collects = False
                 for output in batch.take():
                     _raise_refusal(output)
                     yield batch.order[output.request_id], reader.read(output) if reader else output

@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.set_inheritable(opened, True)
     os.close(opened)
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] in (["-v"], ["-V"], ["--version"]):

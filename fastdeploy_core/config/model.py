@@ -67,17 +67,12 @@ def find_folder(path: Path, asked: Mapping[str, Any]) -> FoundModel:
         )
     own = path / "generation_config.json"
     return FoundModel(
-        path,
-        tokenizer,
-        read_json(path / "config.json"),
-        read_json(own) if own.exists() else {},
+        path, tokenizer, read_json(path / "config.json"), read_json(own) if own.exists() else {}
     )
 
 
 def read_model_config(
-    path: str | Path,
-    overrides: Mapping[str, Any] | None = None,
-    find: FindModel = find_folder,
+    path: str | Path, overrides: Mapping[str, Any] | None = None, find: FindModel = find_folder
 ) -> ModelConfig:
     """The validated configuration of the model at a local path.
 

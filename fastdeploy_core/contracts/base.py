@@ -138,12 +138,7 @@ KINDS: Final[dict[str, Kind]] = {
             "constrain output to a grammar",
             f"{_HERE}.small:GrammarBackend",
         ),
-        Kind(
-            "launcher",
-            "fastdeploy.launchers",
-            "where servers run",
-            f"{_HERE}.small:Launcher",
-        ),
+        Kind("launcher", "fastdeploy.launchers", "where servers run", f"{_HERE}.small:Launcher"),
         Kind(
             "command",
             "fastdeploy.commands",

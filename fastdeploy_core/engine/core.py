@@ -186,8 +186,7 @@ class EngineCore:
         return outputs
 
     def begin(self) -> bool:
-        """Begin one step more, as far as steps are begun ahead; False: none. Nothing is waited
-        for, so a client that has further requests gives them meanwhile."""
+        """Begin one step more, without waiting; False: as many as may be are begun."""
         before = len(self._in_flight)
         self._submit_ahead(min(before + 1, self._depth))
         return len(self._in_flight) > before
@@ -260,7 +259,13 @@ class EngineCore:
             self._num_idle_plans = 0
             if self._remote is not None:
                 self._remote.note(step.output.step_id)
-            self._in_flight.append((step, self._executor.submit(step.output)))
+            try:
+                self._in_flight.append((step, self._executor.submit(step.output)))
+            except KeyboardInterrupt as error:  # the caller may go on: what it holds is let go
+                while self._in_flight:
+                    self._take_oldest()
+                self._take_failure(step, error)
+                raise
         self._stats.schedule_s += time.perf_counter() - started
 
     def _most_prompt_tokens(self) -> tuple[int, bool]:
@@ -270,13 +275,15 @@ class EngineCore:
     def _take_oldest(self) -> None:
         if not self._in_flight:
             return
-        step, future = self._in_flight.popleft()
+        step, future = self._in_flight[0]
         started = time.perf_counter()
         try:
-            output = future.result()
+            output = future.result()  # Ctrl-C while this waits leaves the step in flight
         except Exception as error:
+            self._in_flight.popleft()
             self._take_failure(step, error)
             return
+        self._in_flight.popleft()
         received = time.perf_counter()
         if self._remote is not None:
             self._remote.settle(step.output.step_id, is_done=True)
@@ -285,7 +292,7 @@ class EngineCore:
         self._num_failures = 0
         self._count(step, output, received - started, time.perf_counter() - received)
 
-    def _take_failure(self, step: ScheduledStep, error: Exception) -> None:
+    def _take_failure(self, step: ScheduledStep, error: BaseException) -> None:
         """A step failed. Its sequences are run again one by one, so that only the one to blame
         fails; steps submitted after it are void. Some failures end the engine."""
         stats = self._stats

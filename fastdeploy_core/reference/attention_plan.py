@@ -159,10 +159,8 @@ def plan_tiles(batch: AttentionBatch, heads: Heads) -> list[ShortGroup]:
 
 def _extents(batch: AttentionBatch) -> tuple[np.ndarray, np.ndarray]:
     """First query token and number of query tokens of each row."""
-    return (
-        batch.cu_seqlens_q[:-1].astype(np.int64),
-        np.diff(batch.cu_seqlens_q).astype(np.int64),
-    )
+    starts = batch.cu_seqlens_q.astype(np.int64)
+    return starts[:-1], np.diff(starts)
 
 
 def _similar(rows: np.ndarray, seq_lens: np.ndarray, num_heads: int) -> Iterator[np.ndarray]:
@@ -181,11 +179,7 @@ def _similar(rows: np.ndarray, seq_lens: np.ndarray, num_heads: int) -> Iterator
 
 
 def _plan_group(
-    batch: AttentionBatch,
-    heads: Heads,
-    starts: np.ndarray,
-    lengths: np.ndarray,
-    rows: np.ndarray,
+    batch: AttentionBatch, heads: Heads, starts: np.ndarray, lengths: np.ndarray, rows: np.ndarray
 ) -> ShortGroup:
     seq_lens = batch.seq_lens[rows].astype(np.int64)
     first_keys = heads.first_seen(seq_lens - lengths[rows])

@@ -198,7 +198,7 @@ class ModelRunner:
         try:
             with self._xp.no_grad():
                 return self._launch(step)
-        except Exception as error:
+        except BaseException as error:
             # A lost device fails whatever is asked of it, which would hide why.
             if not self._device.is_lost(error):
                 self.slots.forget()
@@ -437,7 +437,7 @@ class ModelRunner:
             self._name_failure(launched.step_id, error)
             raise
 
-    def _name_failure(self, step_id: int, error: Exception) -> None:
+    def _name_failure(self, step_id: int, error: BaseException) -> None:
         """What a device's library raises, in this project's terms; other errors stay."""
         if self._device.is_oom(error):
             raise ResourceError(

@@ -100,6 +100,19 @@ def test_a_prompt_that_is_refused_after_others_have_begun_ends_the_call(llm: LLM
     assert gc.isenabled()
 
 
+def test_who_turns_collections_off_while_reading_a_stream_keeps_them_off(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    stream = iter(llm.generate(PROMPTS, params, stream=True))
+    next(stream)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        assert len([gc.isenabled() for _ in stream]) > len(PROMPTS)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
 def test_what_a_lost_device_was_asked_for_is_done() -> None:
     """Whoever waits hears what happened; whoever only asks whether it has, hears nothing."""
 

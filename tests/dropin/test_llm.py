@@ -120,6 +120,7 @@ def test_lists_must_have_one_entry_for_each_prompt(llm: LLM) -> None:
         "",
         [],
         {"prompt": ""},
+        {"prompt_token_ids": "hello"},
         {"text": "x"},
         {},
         7,
@@ -134,6 +135,12 @@ def test_one_bad_prompt_leaves_nothing_behind(llm: LLM, bad: Any) -> None:
     with pytest.raises(InvalidRequest):
         generate(llm, ["good", bad, "good"], GREEDY)
     assert generate(llm, "good", GREEDY)[0].outputs[0].token_ids == expected(llm, "good")
+
+
+@pytest.mark.parametrize("bad", [7, None])
+def test_prompts_of_another_type_are_refused(llm: LLM, bad: Any) -> None:
+    with pytest.raises(InvalidRequest, match="prompts must be text, token ids, or a list of them"):
+        generate(llm, bad, GREEDY)
 
 
 def test_a_prompt_that_is_too_long_says_so(llm: LLM) -> None:

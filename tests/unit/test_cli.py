@@ -191,7 +191,8 @@ def test_streams_that_a_supervisor_closed_are_open_for_what_is_started(tmp_path:
         "import subprocess, sys; from fastdeploy_core.cli.main import main; main(['version']); "
         "child = 'import sys; sys.exit(None in (sys.stdin, sys.stdout, sys.stderr))'; "
         "ended = subprocess.call([sys.executable, '-c', child]); "
-        "open(sys.argv[1], 'x').write(f'{sys.stdin.read()!r} {sys.stderr is None} {ended}')"
+        "lost = None in (sys.stdout, sys.stderr); "
+        "open(sys.argv[1], 'x').write(f'{sys.stdin.read()!r} {lost} {ended}')"
     )
     words = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program, str(told)]
     assert subprocess.run(words, env=environment(), check=False).returncode == 0

@@ -88,6 +88,51 @@ def test_steps_are_begun_while_the_device_works(monkeypatch: pytest.MonkeyPatch)
     assert told == ["a", "b", "c"]
 
 
+class StruckWorker(NullWorker):
+    """Ctrl-C is pressed once while its fifth step is launched, or is waited for."""
+
+    where, num_launched = "", 0
+
+    def launch(self, step: SchedulerOutput) -> NullPending:
+        type(self).num_launched += 1
+        pending, wait = super().launch(step), NullPending.wait
+        if self.num_launched == 5 and self.where == "launch":
+            raise KeyboardInterrupt
+        if self.num_launched == 5:
+
+            def strike() -> Any:
+                pending.wait = lambda: wait(pending)  # type: ignore[method-assign]
+                raise KeyboardInterrupt
+
+            pending.wait = strike  # type: ignore[method-assign]
+        return pending
+
+
+@pytest.mark.parametrize("where", ["launch", "wait"])
+def test_an_engine_whose_caller_was_interrupted_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """As in a notebook: what ran is aborted or goes on, and no block stays behind."""
+    monkeypatch.setattr(StruckWorker, "where", where)
+    monkeypatch.setattr(StruckWorker, "num_launched", 0)
+    monkeypatch.setattr(worker_process, "make_worker", lambda config, *_: StruckWorker(config))
+    core = EngineCore(make_config(), ResolvedPlugins([], {}))
+    requests = [make_request(name, [5, 6, n], max_tokens=12) for n, name in enumerate("abc")]
+    for request in requests:
+        core.add(request)
+    with pytest.raises(KeyboardInterrupt):
+        while core.has_work():
+            core.step()
+    core.abort(["b"])
+    deltas = list[RequestOutputDelta]()
+    while core.has_work():
+        deltas += [delta for delta in core.step() if isinstance(delta, RequestOutputDelta)]
+    assert {delta.request_id for delta in deltas if delta.finished} == {"a", "c"}
+    assert not any(delta.error for delta in deltas)
+    core.scheduler.check_idle()
+    core.close()
+
+
 class WorkerOfContract10(NullWorker):
     """As a device's own worker was written before files of the host tier had names."""
 

@@ -44,11 +44,11 @@ def show(title: str, rows: Mapping[str, Any]) -> None:
         print(f"{name:<{width}}  {shown:>14}")
 
 
-def save(path: str | None, result: Any) -> None:
+def save(path: str | None, result: Any, folder: str = "") -> None:
     """The same numbers as JSON, when a file was asked for; where no name is given, the time is."""
     if path is None:
         return
-    file = Path(path)
+    file = Path(folder, path)
     if not path or file.is_dir():
         file /= time.strftime("fastdeploy-bench-%Y%m%d-%H%M%S.json")
     try:

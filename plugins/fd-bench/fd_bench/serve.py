@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     prompts = load_prompts(arguments, arguments.vocab_size)
     results = asyncio.run(_measure(arguments, prompts, rates, slo))
     if (name := arguments.save_result) is not None:
-        save(str(Path(arguments.result_dir) / (arguments.result_filename or name)), results)
+        save(arguments.result_filename or name, results, arguments.result_dir)
     return 1 if any(result["failed"] for result in results) else 0
 
 

@@ -119,6 +119,19 @@ def towers(capability: int) -> Iterator[Callable[[], Any]]:
         yield partial(packed.attend, q, q, q, starts, 100)
 
 
+def adapters(capability: int) -> Iterator[Callable[[], Any]]:
+    """What adapters add to products of one part and of three, of few rows and of many."""
+    from fd_cuda.kernels.lora import lora
+
+    x = torch.zeros((300, 512), dtype=torch.bfloat16)
+    for rank, ends in ((16, (512,)), (64, (256, 384, 512)), (256, (512,))):
+        a = torch.zeros((4, len(ends) * rank, 512), dtype=x.dtype)
+        b, slots = torch.zeros((4, 512, rank), dtype=x.dtype), torch.zeros(300, dtype=torch.int32)
+        for rows in (8, 300):
+            few = x[:rows]
+            yield partial(lora, few, few, x[0], 1e-6, a, b, ends, slots[:rows])
+
+
 def compile_share(capability: int, part: int, parts: int) -> tuple[Counter[str], list[str]]:
     """Every `parts`th case from `part` on: kernels by name, and what is wrong with some."""
     knobs.runtime.interpret = False
@@ -127,6 +140,7 @@ def compile_share(capability: int, part: int, parts: int) -> tuple[Counter[str],
     from state_steps import cases
 
     every = (*compile_cases(capability), *cases(), *products(capability), *towers(capability))
+    every += tuple(adapters(capability))
     for case in every[part::parts]:
         case()
     wrong = []

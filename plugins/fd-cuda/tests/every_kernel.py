@@ -347,8 +347,7 @@ def packed_pipe() -> None:
     for tile in (
         Tile(128, 192, 2, 4, 4, 4, 2),
         Tile(256, 128, 1, 4, 4, 2, 2),
-        Tile(80, 128, 2, 4, 4, 2, 1, 2),
-        Tile(224, 128, 1, 4, 4, 2, 2),
+        Tile(64, 128, 2, 4, 4, 2, 1, 2),
     ):
         quant_trellis.product(tile, random(300, 1024, dtype=torch.bfloat16), weight, None)
 

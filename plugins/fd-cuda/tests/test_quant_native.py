@@ -142,7 +142,7 @@ def check_product(case: Case) -> None:
 
 ROWS = [
     ("w8a8", 40, 208, torch.bfloat16, 11, RowGemm(16, 1, 1, 4)),
-    ("wfp8afp8", 136, 144, torch.float16, 9, RowGemm(8, 2, 1, 5)),
+    ("wfp8afp8", 136, 144, torch.float16, 9, RowGemm(16, 2, 1, 5)),
     ("block_fp8", 200, 656, torch.bfloat16, 33, RowGemm(32, 2, 1, 4)),
 ]
 WIDE_ROWS = [
@@ -220,11 +220,11 @@ def test_rows_of_experts_pair_gate_and_up(name: str) -> None:
     assert slabs is not None
     numbers, scales, x = rounded(name, 3, hidden)
     # Slots 0 to 5 are row 0, 0, 1, 1, 2, 2 of x; 6 stands for none.
-    slots = torch.full((2, 8), 6, dtype=torch.int32, device=DEVICE)
+    slots = torch.full((2, 16), 6, dtype=torch.int32, device=DEVICE)
     slots[0, :2], slots[1, :4] = torch.tensor([3, 0]), torch.tensor([1, 2, 4, 5])
     order = Order(slots.view(-1), torch.arange(2, dtype=torch.int32, device=DEVICE))
     got = rows_product(
-        RowGemm(8, 2, 1, 4), numbers, scales, slabs, None, torch.bfloat16,
+        RowGemm(16, 2, 1, 4), numbers, scales, slabs, None, torch.bfloat16,
         by_block=name == "block_fp8", grouping=Grouping(6, 2, order), paired=True,
     )  # fmt: skip
     wide = quant_weights.dequantized(slabs, torch.float32).double()

@@ -4,6 +4,7 @@ compiled on a GPU."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -97,6 +98,18 @@ def test_a_prompt_cut_at_multiples_of_a_chunk_gives_the_same_bits(spec: StateSpe
         found.append([torch.cat(parts), *(tensor[1].clone() for tensor in whole.cache)])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize(("major", "kilobytes", "stages"), [(8, 99, 1), (9, 227, 2), (12, 99, 1)])
+def test_chunks_of_wide_states_are_loaded_ahead_as_far_as_cards_have_room(
+    monkeypatch: pytest.MonkeyPatch, major: int, kilobytes: int, stages: int
+) -> None:
+    """Two of these take 110,592 bytes where the compiler is asked for 12.0."""
+    card = SimpleNamespace(major=major, shared_memory_per_block_optin=kilobytes << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    device: Any = SimpleNamespace(device="cuda")
+    table: Any = {}
+    assert CudaStates(WIDEST[0], 64, device, table).scan.num_stages == stages
 
 
 @triton.jit

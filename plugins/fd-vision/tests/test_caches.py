@@ -122,6 +122,19 @@ def test_tokens_are_those_of_each_prompt_alone(
             assert sum(output.num_cached_tokens or 0 for output in again) > 0
 
 
+def test_a_stream_gives_the_same(folder: Path, fd_tensor: str, plain: list[list[int]]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    asked = [
+        {"prompt": text, **({"multi_modal_data": {"image": images}} if images else {})}
+        for text, images in mixes(6)
+    ]
+    streamed: dict[str, list[int]] = {}
+    with engine(folder, fd_tensor) as llm:
+        for piece in llm.generate(asked, params, stream=True):
+            streamed.setdefault(piece.request_id, []).extend(piece.outputs[0].token_ids)
+    assert sorted(streamed.values()) == sorted(plain[:6])
+
+
 @pytest.mark.parametrize("budget", [16, 23, 64])
 def test_a_picture_is_encoded_once_however_its_prompt_is_cut(
     folder: Path, fd_tensor: str, budget: int

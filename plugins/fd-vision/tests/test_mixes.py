@@ -70,8 +70,8 @@ def engine(folder: Path, *, captures: str = "", **settings: Any) -> Iterator[LLM
     """captures: on the reference device with captured "decodes", or "prompts", too; it has to be
     `device`."""
     with pytest.MonkeyPatch.context() as patch:
-        # No step begins before all pictures of a call are prepared: else how many sequences run
-        # side by side, and so what is preempted, would depend on how busy the machine is.
+        # Whose turn it is to be given is waited for: else how many sequences run side by side, and
+        # so what is preempted, would depend on how soon threads have prepared their pictures.
         patch.setattr(api, "MEDIA_THREADS", 1000)
         if captures:
             device = {"decodes": OnCapturingDevice, "prompts": WithPrompts}[captures]

@@ -10,7 +10,7 @@ import torch
 
 from .plans import MOST_SHARED, Plan, Product, shared_bytes, tiles_of
 
-_MOST_SLOTS = 32  # a bit each
+_MOST_SLOTS = 32  # all are multiplied with, whoever is there
 _NO_END = 2**31 - 1
 _RECORD = struct.Struct("@3P2i")
 

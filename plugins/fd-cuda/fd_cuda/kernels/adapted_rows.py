@@ -22,9 +22,8 @@ from . import many_rows
 from .common import cdiv, join_chain, options, pad2
 
 _SPLITS, _SHARE = 4, 1024  # most parts of the inputs, and the least inputs of one
-_TURNS = (
-    4  # programs that share out a tile's adapters: one tile has a step's decoded tokens, of all
-)
+# Programs that share out a tile's adapters: one tile has a step's decoded tokens, of all.
+_TURNS = 4
 _GATED, _PLAIN = many_rows.Shape(64, 4, 3), many_rows.Shape(128, 4, 3)
 
 
@@ -202,7 +201,7 @@ def sums_of(
     _sums[(turns, cdiv(num_rows, rows), splits)](
         x, a, inner, slots, num_rows, x.stride(0), K=depth, RANKS=ranks, PADDED=padded, SHARE=share,
         TURNS=turns, BM=rows, BK=columns,
-        **options(num_warps=4, num_stages=4 if columns == 64 else 3),
+        **options(num_warps=4, num_stages=4 if padded <= 128 else 3),
     )  # fmt: skip
     return Sums(inner, b, ends, slots)
 

@@ -164,7 +164,7 @@ def choose(
     if each <= (few if slabs.kind in (INT4, INT8, FP8) else 16):
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
     if slabs.kind == CCQ:
-        return grouped_tile(32 if each <= 28 else 64 if each <= 60 else 128, CCQ)
+        return grouped_tile(32 if each <= 28 else 64 if each <= 60 else 128)
     if by_rows and each > 28 and slabs.block_scales is None:
         return persistent(64 if each <= 64 else 128, slabs.kind)
     if by_rows:
@@ -188,12 +188,10 @@ def blocks_of(each: float, rows: int) -> float:
     return sum(0.5 * erfc((n * rows + 0.5 - each) / (2 * each) ** 0.5) for n in range(last))
 
 
-def grouped_tile(rows: int, kind: int) -> Tile:
-    """quant_tile.cu for experts. Two blocks of few rows share a multiprocessor: one multiplies
-    while the other one begins or ends."""
-    resident, fewer = 2 if rows <= 80 else 1, rows == 80 or rows > 160
-    unpackers, teams = (4, 2) if fewer else (8, 4)
-    return with_copies(Tile(rows, 128, 1, 4, unpackers, teams, 1, resident), kind, 0)
+def grouped_tile(rows: int) -> Tile:
+    """quant_tile.cu for experts in CCQ. Two blocks of few rows share a multiprocessor: one
+    multiplies while the other one begins or ends."""
+    return with_copies(Tile(rows, 128, 1, 4, 8, 4, 1, 2 if rows <= 64 else 1), CCQ, 0)
 
 
 def may_unpack(*shapes: tuple[int, int, int]) -> bool:

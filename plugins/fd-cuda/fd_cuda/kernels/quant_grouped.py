@@ -168,7 +168,7 @@ def clamped_experts(
     return grouped_product(shape, hidden, None, second, x.dtype, order, num_slots, paired=False)
 
 
-def grouped_shape(kind: int, rows: int = 64, groups: int = 2, *, rounds: bool = False) -> Grouped:
+def grouped_shape(kind: int, rows: int = 64, *, rounds: bool = False) -> Grouped:
     """With as many steps ahead, to eight, as there is shared memory for. `rounds`: activations are
     int8. Blocks of 32 rows leave registers for four slabs a warp: fewer tiles read each row."""
     held = 4 if rows == 32 else 2

@@ -86,7 +86,7 @@ def linear(x: torch.Tensor | Seen, weight: Weights, bias: torch.Tensor | None) -
         return rows_product(shape, numbers, scales, slabs, bias, dtype, by_block=by_block)
     if isinstance(shape, Shape):
         return product(shape, numbers, slabs, bias, dtype=dtype, x_scales=scales)
-    return _by_library(seen, weight, slabs, bias)
+    return _by_library(seen, slabs, bias)
 
 
 def native_runs(x: torch.Tensor) -> bool:
@@ -378,7 +378,7 @@ def _library_wins(slabs: Slabs, rows: int) -> bool:
     return (rows > 64 and is_large) or (rows > 128 and slabs.num_slabs >= 256) or rows > 512
 
 
-def _by_library(x: Seen, weight: Weights, slabs: Slabs, bias: torch.Tensor | None) -> torch.Tensor:
+def _by_library(x: Seen, slabs: Slabs, bias: torch.Tensor | None) -> torch.Tensor:
     if x.scales is None or x.numbers.dtype == torch.float16:
         return _multiply(x.values(), unpack(slabs, x.dtype), bias)
     if slabs.kind == FP8_ROWS:

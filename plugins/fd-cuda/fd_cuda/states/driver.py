@@ -111,7 +111,7 @@ class CudaStates:
             shared = properties.shared_memory_per_block_optin
             # With one, Triton 3.6 compiles 16-bit products for Hopper to wrong results (relative
             # errors of 0.9, bfloat16, measured). Two fit there for all states that are served.
-            least = 2 if properties.major >= 9 and self.spec.dtype != "float32" else 1
+            least = 2 if properties.major == 9 and self.spec.dtype != "float32" else 1
         size = 4 if self.spec.dtype == "float32" else 2
         loaded = (2 + self._is_delta) * self._key_pad
         loaded += self.scan.values(self._key_pad, self._value_pad) + CHUNK

@@ -23,7 +23,6 @@
 #define SLOTS (RING < PIECES ? RING : PIECES)
 #define EVEN (TURNS % SPLIT == 0 && SHARE % WARPS == 0)
 #define WARP_BYTES (SLOTS * PIECE * 512)  // of weights
-#define BARRIERS (WARPS * SLOTS * 8)
 #if OWN
 #include "rotate.cuh"
 #endif

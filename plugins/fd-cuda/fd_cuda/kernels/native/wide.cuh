@@ -65,13 +65,6 @@ __device__ __forceinline__ void store_transposed(u32 address, u32 first, u32 sec
 #define BOTH_SHARED "%128, %129"
 #define FLAG "%130"
 #define ONE_SHARED "{%128,%129,%130,%131}, %132"
-#elif BN == 224
-#define D_LIST "{" D112 "}"
-#define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32), R32(c, d, 64), R16(c, d, 96)
-#define SIZE "m64n224"
-#define BOTH_SHARED "%112, %113"
-#define FLAG "%114"
-#define ONE_SHARED "{%112,%113,%114,%115}, %116"
 #elif BN == 208
 #define D_LIST "{" D104 "}"
 #define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32), R32(c, d, 64), R8(c, d, 96)
@@ -100,20 +93,6 @@ __device__ __forceinline__ void store_transposed(u32 address, u32 first, u32 sec
 #define BOTH_SHARED "%64, %65"
 #define FLAG "%66"
 #define ONE_SHARED "{%64,%65,%66,%67}, %68"
-#elif BN == 96
-#define D_LIST "{" D48 "}"
-#define D_REGS(c, d) R32(c, d, 0), R16(c, d, 32)
-#define SIZE "m64n96"
-#define BOTH_SHARED "%48, %49"
-#define FLAG "%50"
-#define ONE_SHARED "{%48,%49,%50,%51}, %52"
-#elif BN == 80
-#define D_LIST "{" D40 "}"
-#define D_REGS(c, d) R32(c, d, 0), R8(c, d, 32)
-#define SIZE "m64n80"
-#define BOTH_SHARED "%40, %41"
-#define FLAG "%42"
-#define ONE_SHARED "{%40,%41,%42,%43}, %44"
 #elif BN == 64
 #define D_LIST "{" D32 "}"
 #define D_REGS(c, d) R32(c, d, 0)
@@ -135,13 +114,6 @@ __device__ __forceinline__ void store_transposed(u32 address, u32 first, u32 sec
 #define BOTH_SHARED "%8, %9"
 #define FLAG "%10"
 #define ONE_SHARED "{%8,%9,%10,%11}, %12"
-#elif BN == 8
-#define D_LIST "{" D4 "}"
-#define D_REGS(c, d) R4(c, d, 0)
-#define SIZE "m64n8"
-#define BOTH_SHARED "%4, %5"
-#define FLAG "%6"
-#define ONE_SHARED "{%4,%5,%6,%7}, %8"
 #endif
 
 __device__ __forceinline__ void fence_registers(float* d) {
