@@ -55,20 +55,13 @@ class TableParser(CommandParser):
     scopes: frozenset[str] = frozenset()
 
     def help_of(self, word: str) -> str:
-        """Help of a group or else of arguments by a word of their names, as vLLM's --help=WORD."""
-        if word == "all":
-            return self.format_help()
-        name = spelling(word).lower().removesuffix("config")
-        titles = {str(group.title): group._group_actions for group in self._action_groups}
-        found = [t for t in titles if name in spelling(t).lower().replace(" ", "_")][:1]
-        named = [a for a in self._actions if any(name in spelling(s) for s in a.option_strings)]
-        if not found and not named:
-            raise ConfigError(f"no argument has {word!r} in its name; groups: {', '.join(titles)}")
-        formatter = self._get_formatter()
-        formatter.start_section(found[0] if found else "arguments")
-        formatter.add_arguments(titles[found[0]] if found else named)
-        formatter.end_section()
-        return formatter.format_help()
+        """Help of groups and arguments with a word in their names, as vLLM's --help=WORD."""
+        name = "" if word == "all" else spelling(word).lower().removesuffix("config")
+        for group in self._action_groups:
+            if name not in spelling(str(group.title)).lower().replace(" ", "_"):
+                own = group._group_actions
+                own[:] = [a for a in own if any(name in spelling(s) for s in a.option_strings)]
+        return self.format_help()
 
 
 def build_parser(

@@ -34,43 +34,17 @@ MAX_KWARGS = 32
 NEAR = 0.8  # of names that are one misspelt, as difflib compares them
 _unread: set[str] = set()  # names that the log told
 # Switches that clients send to any model; a template that does not know them ignores them.
-COMMON_KWARGS = frozenset(
-    {
-        "date_string",
-        "enable_thinking",
-        "reasoning_effort",
-        "thinking",
-        "thinking_budget",
-        "thinking_mode",
-        "tool_choice",
-    }
-)
+COMMON_KWARGS = frozenset({
+    "date_string", "enable_thinking", "reasoning_effort", "thinking", "thinking_budget",
+    "thinking_mode", "tool_choice",
+})  # fmt: skip
 # Names that the server sets itself; a request that set them would change what is rendered or how.
-RESERVED_NAMES = frozenset(
-    {
-        "add_generation_prompt",
-        "add_special_tokens",
-        "bos_token",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "dict",
-        "documents",
-        "eos_token",
-        "messages",
-        "namespace",
-        "pad_token",
-        "raise_exception",
-        "return_dict",
-        "return_tensors",
-        "strftime_now",
-        "tokenize",
-        "tokenizer",
-        "tools",
-        "truncation",
-        "unk_token",
-    }
-)
+RESERVED_NAMES = frozenset({
+    "add_generation_prompt", "add_special_tokens", "bos_token", "chat_template",
+    "continue_final_message", "conversation", "dict", "documents", "eos_token", "messages",
+    "namespace", "pad_token", "raise_exception", "return_dict", "return_tensors", "strftime_now",
+    "tokenize", "tokenizer", "tools", "truncation", "unk_token",
+})  # fmt: skip
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning", "thoughts")
 _USUAL_ROLES = {"developer": "system", "function": "tool"}
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
