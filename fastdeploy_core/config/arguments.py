@@ -39,15 +39,9 @@ from .server import ServerConfig
 from .speculative import read_speculative
 
 __all__ = [
-    "ARGUMENTS",
-    "Argument",
-    "build_engine_config",
-    "build_server_config",
-    "normalise",
-    "of_scope",
-    "rows_of",
-    "with_defaults",
-]
+    "ARGUMENTS", "Argument", "build_engine_config", "build_server_config", "normalise", "of_scope",
+    "rows_of", "with_defaults",
+]  # fmt: skip
 
 DEFAULT_BATCHED_TOKENS = 2048
 

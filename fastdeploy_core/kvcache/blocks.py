@@ -23,14 +23,9 @@ class BlockPool:
     """
 
     __slots__ = (
-        "_cached_free",
-        "_free",
-        "_is_cached",
-        "_quarantined",
-        "_references",
-        "num_blocks",
+        "_cached_free", "_free", "_is_cached", "_quarantined", "_references", "num_blocks",
         "on_evict",
-    )
+    )  # fmt: skip
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

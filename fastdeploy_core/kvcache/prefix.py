@@ -72,19 +72,9 @@ class BlockTable:
     """
 
     __slots__ = (
-        "anchors",
-        "blocks",
-        "embeddings",
-        "is_cacheable",
-        "keys",
-        "more",
-        "num_committed",
-        "num_passed",
-        "packed",
-        "root",
-        "scope",
-        "tail",
-    )
+        "anchors", "blocks", "embeddings", "is_cacheable", "keys", "more", "num_committed",
+        "num_passed", "packed", "root", "scope", "tail",
+    )  # fmt: skip
 
     def __init__(self, scope: Scope, root: bytes, embeddings: Sequence[EmbeddedSpan] = ()) -> None:
         self.scope = scope

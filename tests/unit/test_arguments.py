@@ -285,8 +285,6 @@ def test_help_of_a_word_is_that_of_a_group_or_of_arguments(
     for word in ("max-num-seqs", "max_num_seqs"):
         assert "--max-num-seqs" in help_of(word) and "--block-size" not in help_of(word)
     assert {"--block-size", "--max-num-seqs"} <= set(help_of("all").replace(",", " ").split())
-    with pytest.raises(ConfigError, match=r"groups: .*KV cache"):
-        parse("--help=xyzzy")
 
 
 def test_abbreviations_are_not_taken() -> None:
