@@ -6,11 +6,12 @@ with the entry points.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from fastapi import Request, Response
 from fd_accelerator.expert_communicator import AllGatherExperts, LoopbackExperts
 from fd_accelerator.kept_weights.cache import WeightCache
 from fd_agent_apis.request_templates import render_in_child
@@ -161,6 +162,7 @@ from fd_parsers.think import (
 )
 from fd_parsers.thinking_budget import ThinkingBudgetLogitsProcessor
 from fd_pooling.family import PoolingLM as PooledLM
+from fd_pooling.routes import invocations
 from fd_quant_formats.fp8 import BlockFp8, WFp8AFp8
 from fd_quant_formats.integer import W4A8, W8A8, WInt4, WInt8
 from fd_quant_formats.mixed import MixedQuantizer
@@ -541,6 +543,7 @@ adapters: list[Callable[[EngineConfig, DeviceBackend, KernelTable, type[Any]], A
 adapter_request: list[Callable[[str, str, EngineConfig], SequenceExtras]] = [adapter_extras]
 served_adapters: list[Callable[[EngineConfig], Mapping[str, SequenceExtras]]] = [ServedAdapters]
 forced_tools: list[type[ForcedTools]] = [ForcedTools]
+pooled_invocations: list[Callable[[Request], Awaitable[Response]]] = [invocations]
 request_templates: list[Callable[[str, Mapping[str, Any]], str]] = [render_in_child]
 rollout_engine: list[
     Callable[[EngineCore, RequestScheduler | None, Callable[[], None] | None], EngineControl]

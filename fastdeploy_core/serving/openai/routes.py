@@ -80,14 +80,13 @@ def openai_router(state: ServerState) -> APIRouter:
         return await (completions if body.messages is None else chat_completions)(http)
 
     @router.get("/v1/models")
+    @router.get("/v1/models/", include_in_schema=False)
     async def models() -> Response:
         cards = [_card(state, name, created) for name in state.model_names]
         return json_response({"object": "list", "data": cards})
 
     @router.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
-        if not model_id:  # a slash at the end
-            return await models()
         state.check_name(model_id)
         return json_response(_card(state, model_id, created))
 
