@@ -333,15 +333,8 @@ class LLM:
                 if not silent:
                     num_read += len(output.prompt_token_ids)
                     num_written += sum(len(answer.token_ids) for answer in output.outputs)
-<<<<<<< HEAD
-                    took_s = max(bar.format_dict["elapsed"], 1e-9)
-                    rates = (
-                        f"input: {num_read / took_s:.1f}, output: {num_written / took_s:.1f} tok/s"
-                    )
-=======
                     took = max(bar.format_dict["elapsed"], 1e-9)
                     rates = f"input: {num_read / took:.1f}, output: {num_written / took:.1f} tok/s"
->>>>>>> main
                     bar.set_postfix_str(rates, refresh=False)
                     bar.update()
         return [results[place] for place in range(len(texts))]
