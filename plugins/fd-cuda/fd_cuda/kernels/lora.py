@@ -25,7 +25,7 @@ import triton.language as tl
 
 from . import linear
 from .adapted import Adapters, Shape
-from .adapted_rows import even, finish, product, sums_of, tiles_of
+from .adapted_rows import Sums, even, finish, product, sums_of, tiles_of
 from .common import batch_invariant, cdiv, join_chain, options, pad2
 from .norm import rms_norm, silu_and_mul
 from .row_sums import row_sums, splits_of_rows
@@ -207,13 +207,13 @@ def adapted_product(
 ) -> torch.Tensor:
     """A plain product of x, or of rms_norm(x), with what adapters add to it: "plain"; "add", on top
     of the residual, which may be overwritten; or "gated", silu(gate) * up."""
-    operands = (epilogue, x, norm_weight, eps, weight, bias, residual)
-    adapters = (a, b, ends, slots)
-    y = _of_few(*operands, *adapters)
+    y = _of_few(epilogue, x, norm_weight, eps, weight, bias, residual, a, b, ends, slots)
     if y is not None:
         return y
     if _is_many(x.shape[0]):
-        return _of_many(*operands, *adapters)
+        x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
+        sums = sums_of(x, a, b, tuple(ends), slots)
+        return _of_many(epilogue, x, weight, bias, residual, sums)
     if residual is not None:
         y = linear.linear_add(x, weight, bias, residual)
     elif norm_weight is not None:
@@ -260,19 +260,12 @@ def _of_few(
 def _of_many(
     epilogue: str,
     x: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    eps: float,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    ends: Sequence[int],
-    slots: torch.Tensor,
+    sums: Sums,
 ) -> torch.Tensor:
-    """adapted_product of many rows."""
-    x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
-    sums = sums_of(x, a, b, tuple(ends), slots)
+    """adapted_product of many rows, normed before."""
     is_gated = epilogue == "gated"
     if residual is not None:
         return finish(linear.linear_add(x, weight, bias, residual), sums, is_gated=False)
