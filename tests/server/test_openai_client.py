@@ -134,7 +134,7 @@ def test_extra_fields_go_through_extra_body(engine: ScriptedEngine, api: openai.
 
 def test_errors_arrive_as_the_clients_own(engine: ScriptedEngine, api: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        api.chat.completions.create(model="tiny", messages=HI, n=99)
+        api.chat.completions.create(model="tiny", messages=HI, n=999)
     assert caught.value.param == "n"
     with pytest.raises(openai.NotFoundError):
         api.models.retrieve("other")

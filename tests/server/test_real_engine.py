@@ -162,7 +162,7 @@ def test_a_batch_file_is_answered_in_order(model: Path, tmp_path: Path) -> None:
     lines = [
         {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": BODY},
         "not json",
-        {"custom_id": "three", "url": "/v1/completions", "body": {"prompt": "x", "n": 99}},
+        {"custom_id": "three", "url": "/v1/completions", "body": {"prompt": "x", "n": 999}},
         {"custom_id": "four", "url": "/v1/audio/speech", "body": {}},
         {"custom_id": "five", "url": "/v1/chat/completions",
          "body": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}},
