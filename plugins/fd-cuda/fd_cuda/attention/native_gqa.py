@@ -33,6 +33,7 @@ _KEYS: Final = 128
 _MAX_GROUP: Final = {64: 5, 128: 64}  # for more heads of 64 the Triton kernel is as quick
 _LEAST_WINDOW: Final = 1024  # of 128 the Triton kernel is quicker, whose tiles are smaller
 _ALIGNMENT: Final = 1024
+_HELD_BYTES: Final = 20 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +197,13 @@ class NativePrompts:
         """Whether the copy engine can fetch these."""
         return v.stride(1) == self._spec.head_dim and _is_aligned(q, v)
 
+    def _heads_together(self, num_tokens: int) -> int:
+        """Key-value heads whose keys and values of a step the second-level cache holds."""
+        heads = self._spec.num_kv_heads
+        while heads % 2 == 0 and heads * num_tokens * self._spec.head_dim * 4 > _HELD_BYTES:
+            heads //= 2
+        return heads
+
     def run(
         self,
         q: Tensor,
@@ -233,7 +241,7 @@ class NativePrompts:
             tensor_map.boxes(values, _KEYS),
             *(tensor_map.boxes(x.view(slots, -1), self._box) for x in cache),
             *(tiles, batch.block_tables_dev, sinks, out, scale),
-            *(batch.block_tables_dev.stride(0), heads, tiles.shape[0]),
+            *(batch.block_tables_dev.stride(0), heads, self._heads_together(k.shape[0])),
         ]
         kernel = native.function("prompt_attention", defines)
         blocks, shared = min(num_processors, tiles.shape[0] * heads), sizes.shared_bytes(width)

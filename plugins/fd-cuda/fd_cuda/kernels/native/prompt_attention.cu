@@ -131,17 +131,22 @@ __device__ __forceinline__ Turn turn_of(const Item& item, int nth) {
 }
 
 // A block's items: of each round of as many as there are blocks one, from the front and from the back in turn, because
-// the longest come first. After the last, and from the first tile without tokens on, one that feeds none.
+// the longest come first. Heads come in passes of `together`, whose keys and values the second-level cache holds while
+// their items follow each other; in every other pass rounds go the other way. After the last, one that feeds none.
 struct Items {
   const int* tiles;
-  int heads, count, begin, odd;
+  int heads, together, count, head, begin, odd;  // count: items of a pass
 
   __device__ __forceinline__ Item next() {
-    const int id = begin + (odd ? (int)gridDim.x - 1 - (int)blockIdx.x : (int)blockIdx.x);
-    begin += gridDim.x, odd ^= 1;
-    if (id >= count) return {};
-    const int* tile = tiles + id / heads * TILE_WORDS;
-    return {tile[0], tile[1], tile[2], tile[3], tile[4], id % heads};
+    while (head < heads) {
+      const int id = begin + (odd ? (int)gridDim.x - 1 - (int)blockIdx.x : (int)blockIdx.x), first = head;
+      begin += gridDim.x, odd ^= 1;
+      if (begin >= count) begin = 0, head += together, odd = head / together & 1;
+      if (id >= count) continue;
+      const int* tile = tiles + id / together * TILE_WORDS;
+      return {tile[0], tile[1], tile[2], tile[3], tile[4], first + id % together};
+    }
+    return {};
   }
 };
 
@@ -423,7 +428,7 @@ prompt_attention(const __grid_constant__ TensorMap q, const __grid_constant__ Te
                  const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap k_cache,
                  const __grid_constant__ TensorMap v_cache, const int* __restrict__ tiles,
                  const int* __restrict__ tables, const float* __restrict__ sinks, u16* out, float scale, int stride_table,
-                 int heads, int num_tiles) {
+                 int heads, int together) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
   const u32 start = shared_address(memory), queries = (start + 1023) & ~1023u;
@@ -446,7 +451,7 @@ prompt_attention(const __grid_constant__ TensorMap q, const __grid_constant__ Te
   __syncthreads();
   let_next_start();
   wait_for_previous();
-  const Items items = {tiles, heads, num_tiles * heads, 0, 0};
+  const Items items = {tiles, heads, together, tiles[5] * together, 0, 0, 0};
   if (warp >= CONSUMERS) {
     give_registers<THREADS == 384 ? 40 : 32>();
     if (warp == CONSUMERS)
