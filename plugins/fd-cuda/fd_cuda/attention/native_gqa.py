@@ -193,9 +193,10 @@ class NativePrompts:
         )
         self.rows = _PROMPT_SIZES[spec.head_dim].rows if self.serves else 0
 
-    def can_run(self, q: Tensor, v: Tensor) -> bool:
+    @staticmethod
+    def can_run(q: Tensor) -> bool:
         """Whether the copy engine can fetch these."""
-        return v.stride(1) == self._spec.head_dim and _is_aligned(q, v)
+        return _is_aligned(q)
 
     def _heads_together(self, num_tokens: int) -> int:
         """Key-value heads whose keys and values of a step the second-level cache holds."""
@@ -207,8 +208,6 @@ class NativePrompts:
     def run(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
         out: Tensor,
         cache: tuple[Tensor, ...],
         batch: AttentionBatch,
@@ -217,7 +216,8 @@ class NativePrompts:
         scale: float,
         num_processors: int,
     ) -> None:
-        """Queue it; k is contiguous. `tiles`: prompt_tiles of `rows` // group tokens."""
+        """Queue it; the step's keys and values are in the cache. `tiles`: prompt_tiles of `rows` //
+        group tokens."""
         spec, tokens, heads = self._spec, self.rows // self._group, self._spec.num_kv_heads
         width, sizes = spec.head_dim, _PROMPT_SIZES[spec.head_dim]
         defines = {
@@ -233,15 +233,12 @@ class NativePrompts:
             "STAGES": sizes.stages,
             "TILE_WORDS": TILE_WORDS,
         }
-        values = v.as_strided((v.shape[0], heads * width), (v.stride(0), 1))
         slots = cache[0].shape[0] * self._block_size
         arguments = [
             tensor_map.head_boxes(q, self._group, tokens),
-            tensor_map.boxes(k.view(k.shape[0], -1), _KEYS),
-            tensor_map.boxes(values, _KEYS),
             *(tensor_map.boxes(x.view(slots, -1), self._box) for x in cache),
             *(tiles, batch.block_tables_dev, sinks, out, scale),
-            *(batch.block_tables_dev.stride(0), heads, self._heads_together(k.shape[0])),
+            *(batch.block_tables_dev.stride(0), heads, self._heads_together(q.shape[0])),
         ]
         kernel = native.function("prompt_attention", defines)
         blocks, shared = min(num_processors, tiles.shape[0] * heads), sizes.shared_bytes(width)
