@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from typing import Any, Final
 
 import torch
@@ -26,7 +27,8 @@ def _library() -> Any:
 
 
 @functools.cache
-def _handle(device: int) -> ctypes.c_void_p:
+def _handle(device: int | None, thread: int) -> ctypes.c_void_p:
+    """A thread's own: it keeps a stream between two calls."""
     handle = ctypes.c_void_p()
     _check(_library().cublasCreate_v2(ctypes.byref(handle)))
     return handle
@@ -47,7 +49,7 @@ def suits(x: torch.Tensor, *others: torch.Tensor) -> bool:
 def multiply(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, *, adds: bool) -> None:
     """y = x [T, K] times weight [N, K] transposed, or that plus y; all with rows of one piece."""
     (rows, depth), width, kind = x.shape, weight.shape[0], _TYPES[x.dtype]
-    handle, library = _handle(x.device.index), _library()
+    handle, library = _handle(x.device.index, threading.get_ident()), _library()
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     _check(library.cublasSetStream_v2(handle, stream))  # which also takes its own workspace again
     _check(library.cublasSetWorkspace_v2(handle, None, ctypes.c_size_t(0)))
