@@ -199,9 +199,9 @@ def test_what_it_does_not_serve() -> None:
         replace(spec, window=1024, sinks=True, offsets=True),
         gqa("bfloat16", 10, 2, 64),
     ):
-        assert NativePrompts(served, 64).serves
+        assert NativePrompts(served, 64).rows
     for other, size in ((spec, 48), (spec, 1), (gqa("float32", 8, 1, 128), 64)):
-        assert not NativePrompts(other, size).serves
+        assert not NativePrompts(other, size).rows
     for other in (
         gqa("bfloat16", 4, 1, 96),
         gqa("bfloat16", 128, 1, 128),
@@ -211,4 +211,4 @@ def test_what_it_does_not_serve() -> None:
         replace(spec, chunk=128),
         replace(spec, softcap=30.0),
     ):
-        assert not NativePrompts(other, 64).serves
+        assert not NativePrompts(other, 64).rows

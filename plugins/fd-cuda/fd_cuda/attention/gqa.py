@@ -191,7 +191,7 @@ class PagedAttention(AttentionDriver):
             if self._invariant:
                 self._rotate_and_write(given, turned, None, out, clears=clears)
                 self._attend_invariantly(turned, given, launch, out)
-            elif self._native_prompts.serves and self._native_prompts.can_run(turned):
+            elif self._native_prompts.can_run(turned, batch):
                 self._rotate_and_write(given, turned, None, out, clears=clears)
                 own = (turned, out, cache, batch, launch.tiles, sinks, self._scale)
                 self._native_prompts.run(*own, self.sizes.gpu.num_multiprocessors)

@@ -33,7 +33,7 @@ _KEYS: Final = 128
 _MAX_GROUP: Final = {64: 5, 128: 64}  # for more heads of 64 the Triton kernel is as quick
 _LEAST_WINDOW: Final = 1024  # of 128 the Triton kernel is quicker, whose tiles are smaller
 _ALIGNMENT: Final = 1024
-_HELD_BYTES: Final = 20 << 20
+_HELD_BYTES: Final = 20 << 20  # of 50 MB, beside queries and results that pass through
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class NativePrompts:
         self._spec, self._block_size = spec, block_size
         self._group = spec.num_heads // spec.num_kv_heads
         self._box = min(block_size, _KEYS)  # of the cache, keys that lie together
-        self.serves = (
+        serves = (
             _suits(spec, _PROMPT_SIZES, {"offsets", "sinks", "window"})
             and self._group <= _MAX_GROUP[spec.head_dim]
             and (not spec.window or spec.window >= _LEAST_WINDOW)
@@ -191,12 +191,12 @@ class NativePrompts:
             and _KEYS % self._box == block_size % self._box == 0
             and native.has_wgmma()
         )
-        self.rows = _PROMPT_SIZES[spec.head_dim].rows if self.serves else 0
+        self.rows = _PROMPT_SIZES[spec.head_dim].rows if serves else 0
 
-    @staticmethod
-    def can_run(q: Tensor) -> bool:
-        """Whether the copy engine can fetch these."""
-        return _is_aligned(q)
+    def can_run(self, q: Tensor, batch: AttentionBatch) -> bool:
+        """Whether the copy engine can fetch these, and finds all of the step's keys in the cache:
+        rows of as many tokens each may have some that are not written."""
+        return bool(self.rows) and not batch.tokens_per_row and _is_aligned(q)
 
     def _heads_together(self, num_tokens: int) -> int:
         """Key-value heads whose keys and values of a step the second-level cache holds."""
