@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from . import adapted, blas, many_rows, native
+from . import adapted, many_rows, native
 from .adapted import Adapters
 from .common import batch_invariant
 from .matmul import matmul
@@ -148,14 +148,9 @@ def _by_library(
         y = matmul(x, weight, bias)
         y = y if residual is None else residual.add_(y)
     elif residual is not None:
-        y = residual if bias is None else residual.add_(bias)
-        if blas.suits(x, weight, y):
-            blas.multiply(x, weight, y, adds=True)
-        else:
-            y = y.addmm_(x, weight.t())
-    elif bias is None and blas.suits(x, weight):
-        y = x.new_empty((x.shape[0], weight.shape[0]))
-        blas.multiply(x, weight, y, adds=False)
+        if bias is not None:
+            residual.add_(bias)
+        y = residual.addmm_(x, weight.t())
     else:
         y = F.linear(x, weight, bias)
     return silu_and_mul(y) if epilogue == "gated" else y
