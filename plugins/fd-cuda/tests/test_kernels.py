@@ -165,7 +165,7 @@ def test_scores_of_many_rows_come_in_parts(rows: int, experts: int) -> None:
     assert (matmul.linear_float32(x, weight).double() - wanted).norm() < 1e-5 * wanted.norm()
 
 
-@pytest.mark.parametrize(("rows", "experts"), [(2050, 100), (300, 700)])
+@pytest.mark.parametrize(("rows", "experts"), [(2050, 100), (300, 700), (1030, 60)])
 def test_scores_of_many_bfloat16_rows_keep_the_digits_of_float32(rows: int, experts: int) -> None:
     """As sums of three bfloat16 numbers, from weights of any size."""
     from fd_cuda.kernels import matmul

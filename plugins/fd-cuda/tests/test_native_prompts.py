@@ -109,6 +109,16 @@ def test_prompts(case: Any, is_exact: bool) -> None:
     step.check(driver, step.batch(is_exact=is_exact))
 
 
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_heads_in_passes(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key-value head after the other, of more items than there are blocks, and of fewer."""
+    monkeypatch.setattr(native_gqa, "_HELD_BYTES", 1)
+    for rows in ([(40, 40)], [(70, 75), (9, 9), (60, 60), (100, 140)]):
+        step, driver = made(rows, (8, 4), rotary_dim=128)
+        assert driver._native_prompts._heads_together(40) == 1
+        step.check(driver, step.batch(is_exact=is_exact))
+
+
 # (rows, heads, width, window, sinks, block size, dtype). Windows that end within a tile of keys and
 # at its begin, shorter and longer than it; in the step's own keys and in the cache, where all that
 # lies before them is NaN.
@@ -189,9 +199,9 @@ def test_what_it_does_not_serve() -> None:
         replace(spec, window=1024, sinks=True, offsets=True),
         gqa("bfloat16", 10, 2, 64),
     ):
-        assert NativePrompts(served, 64).serves
+        assert NativePrompts(served, 64).rows
     for other, size in ((spec, 48), (spec, 1), (gqa("float32", 8, 1, 128), 64)):
-        assert not NativePrompts(other, size).serves
+        assert not NativePrompts(other, size).rows
     for other in (
         gqa("bfloat16", 4, 1, 96),
         gqa("bfloat16", 128, 1, 128),
@@ -201,4 +211,4 @@ def test_what_it_does_not_serve() -> None:
         replace(spec, chunk=128),
         replace(spec, softcap=30.0),
     ):
-        assert not NativePrompts(other, 64).serves
+        assert not NativePrompts(other, 64).rows

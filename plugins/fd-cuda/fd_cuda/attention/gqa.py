@@ -187,11 +187,18 @@ class PagedAttention(AttentionDriver):
             if isinstance(launch, _Decodes):
                 self._decode(given, launch, out, writes=len(launches) == 1)
                 continue
-            queries, keys = self._rotate_and_write(given, out, clears=clears)
+            turned = q.new_empty(q.shape) if turns else q
             if self._invariant:
-                self._attend_invariantly(queries, given, launch, out)
+                self._rotate_and_write(given, turned, None, out, clears=clears)
+                self._attend_invariantly(turned, given, launch, out)
+            elif self._native_prompts.can_run(turned, batch):
+                self._rotate_and_write(given, turned, None, out, clears=clears)
+                own = (turned, out, cache, batch, launch.tiles, sinks, self._scale)
+                self._native_prompts.run(*own, self.sizes.gpu.num_multiprocessors)
             else:
-                self._prefill(queries, keys, given, launch, out)
+                keys = k.new_empty(k.shape)
+                self._rotate_and_write(given, turned, keys, out, clears=clears)
+                self._prefill(turned, keys, given, launch, out)
         return out
 
     def _strides(self, given: _Given) -> dict[str, int]:
@@ -273,18 +280,15 @@ class PagedAttention(AttentionDriver):
         )
 
     def _rotate_and_write(
-        self, given: _Given, out: Tensor, *, clears: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Queries and keys as they are attended to, keys contiguous. clears: what `out` holds of
-        padding becomes zeros, where queries are turned."""
-        spec, q, k = self.spec, given.q, given.k
-        tokens, heads = k.shape[0], spec.num_kv_heads
-        rotated = k.new_empty((tokens, heads, spec.head_dim))
-        queries, num_queries = q, 0
-        if given.rotary is not None or given.norms is not None:
-            queries, num_queries = q.new_empty(q.shape), tokens * spec.num_heads
+        self, given: _Given, turned: Tensor, keys: Tensor | None, out: Tensor, *, clears: bool
+    ) -> None:
+        """Queries as they are attended to to `turned`, where that is not what was given; keys to
+        the cache and to `keys`, for kernels that do not find the step's own there. clears: what
+        `out` holds of padding becomes zeros, where queries are turned."""
+        spec, q, tokens = self.spec, given.q, given.k.shape[0]
+        heads, num_queries = spec.num_kv_heads, 0 if turned is q else tokens * spec.num_heads
         rotate_and_write[(cdiv(tokens * heads, _ROPE_ROWS) + cdiv(num_queries, _ROPE_ROWS),)](
-            *(q, k, given.v, queries, rotated, *given.cache, out),
+            *(q, given.k, given.v, turned, keys, *given.cache, out),
             given.batch.slot_mapping,
             given.batch.positions,
             given.rotary,
@@ -299,10 +303,9 @@ class PagedAttention(AttentionDriver):
             CLEARS=clears,
             **launch_options(),
         )
-        return queries, rotated
 
     def _attend_invariantly(self, q: Tensor, given: _Given, tiles: _Tiles, out: Tensor) -> None:
-        """Of queries as _rotate_and_write returns them; it has written the keys, too."""
+        """Of queries as _rotate_and_write leaves them."""
         spec, shape, batch = self.spec, tiles.shape, given.batch
         invariant_attention[(spec.num_kv_heads, tiles.tiles.shape[0])](
             q, out, *given.cache, tiles.tiles, batch.block_tables_dev, batch.slot_mapping,
@@ -318,14 +321,9 @@ class PagedAttention(AttentionDriver):
         )  # fmt: skip
 
     def _prefill(self, q: Tensor, k: Tensor, given: _Given, tiles: _Tiles, out: Tensor) -> None:
-        """Of queries and keys as _rotate_and_write returns them."""
+        """Of queries and keys as _rotate_and_write leaves them, keys contiguous."""
         spec, shape = self.spec, tiles.shape
         v, cache, batch = given.v, given.cache, given.batch
-        if self._native_prompts.serves and self._native_prompts.can_run(q, v):
-            processors = self.sizes.gpu.num_multiprocessors
-            own = (q, k, v, out, cache, batch, tiles.tiles, given.sinks, self._scale, processors)
-            self._native_prompts.run(*own)
-            return
         heads = spec.num_kv_heads
         engine = self._has_engine and v.stride(0) % 8 == 0 and v.data_ptr() % 16 == 0
         engine = engine and v.stride(1) == spec.v_head_dim

@@ -33,6 +33,7 @@ _KEYS: Final = 128
 _MAX_GROUP: Final = {64: 5, 128: 64}  # for more heads of 64 the Triton kernel is as quick
 _LEAST_WINDOW: Final = 1024  # of 128 the Triton kernel is quicker, whose tiles are smaller
 _ALIGNMENT: Final = 1024
+_HELD_BYTES: Final = 20 << 20  # of 50 MB, beside queries and results that pass through
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,7 @@ class NativePrompts:
         self._spec, self._block_size = spec, block_size
         self._group = spec.num_heads // spec.num_kv_heads
         self._box = min(block_size, _KEYS)  # of the cache, keys that lie together
-        self.serves = (
+        serves = (
             _suits(spec, _PROMPT_SIZES, {"offsets", "sinks", "window"})
             and self._group <= _MAX_GROUP[spec.head_dim]
             and (not spec.window or spec.window >= _LEAST_WINDOW)
@@ -190,17 +191,23 @@ class NativePrompts:
             and _KEYS % self._box == block_size % self._box == 0
             and native.has_wgmma()
         )
-        self.rows = _PROMPT_SIZES[spec.head_dim].rows if self.serves else 0
+        self.rows = _PROMPT_SIZES[spec.head_dim].rows if serves else 0
 
-    def can_run(self, q: Tensor, v: Tensor) -> bool:
-        """Whether the copy engine can fetch these."""
-        return v.stride(1) == self._spec.head_dim and _is_aligned(q, v)
+    def can_run(self, q: Tensor, batch: AttentionBatch) -> bool:
+        """Whether the copy engine can fetch these, and finds all of the step's keys in the cache:
+        rows of as many tokens each may have some that are not written."""
+        return bool(self.rows) and not batch.tokens_per_row and _is_aligned(q)
+
+    def _heads_together(self, num_tokens: int) -> int:
+        """Key-value heads whose keys and values of a step the second-level cache holds."""
+        heads = self._spec.num_kv_heads
+        while heads % 2 == 0 and heads * num_tokens * self._spec.head_dim * 4 > _HELD_BYTES:
+            heads //= 2
+        return heads
 
     def run(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
         out: Tensor,
         cache: tuple[Tensor, ...],
         batch: AttentionBatch,
@@ -209,7 +216,8 @@ class NativePrompts:
         scale: float,
         num_processors: int,
     ) -> None:
-        """Queue it; k is contiguous. `tiles`: prompt_tiles of `rows` // group tokens."""
+        """Queue it; the step's keys and values are in the cache. `tiles`: prompt_tiles of `rows` //
+        group tokens."""
         spec, tokens, heads = self._spec, self.rows // self._group, self._spec.num_kv_heads
         width, sizes = spec.head_dim, _PROMPT_SIZES[spec.head_dim]
         defines = {
@@ -225,15 +233,12 @@ class NativePrompts:
             "STAGES": sizes.stages,
             "TILE_WORDS": TILE_WORDS,
         }
-        values = v.as_strided((v.shape[0], heads * width), (v.stride(0), 1))
         slots = cache[0].shape[0] * self._block_size
         arguments = [
             tensor_map.head_boxes(q, self._group, tokens),
-            tensor_map.boxes(k.view(k.shape[0], -1), _KEYS),
-            tensor_map.boxes(values, _KEYS),
             *(tensor_map.boxes(x.view(slots, -1), self._box) for x in cache),
             *(tiles, batch.block_tables_dev, sinks, out, scale),
-            *(batch.block_tables_dev.stride(0), heads, tiles.shape[0]),
+            *(batch.block_tables_dev.stride(0), heads, self._heads_together(q.shape[0])),
         ]
         kernel = native.function("prompt_attention", defines)
         blocks, shared = min(num_processors, tiles.shape[0] * heads), sizes.shared_bytes(width)

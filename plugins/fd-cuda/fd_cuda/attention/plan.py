@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Of one work item; kernels read them by these numbers.
 ROW, TILE_BEGIN, TILE_END, SPLIT, NUM_SPLITS, CONTEXT, FIRST_TOKEN, NUM_TOKENS = range(8)
 ITEM = 8
-TILE_WORDS = 8  # of a prefill tile, five of them used
+TILE_WORDS = 8  # of a prefill tile, six of them used
 _ITEMS_PER_PROGRAM, _SHARES_PER_PROGRAM, _TILES_PER_PROGRAM = 64, 16, 16
 # A row and head in a line of shares counts as so many tiles at least: beginning and ending one
 # takes as long as two or three, and a block that got all rows that stand in for others would be the
@@ -227,9 +227,9 @@ def cut_prompts(
     TILES: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tiles of rows of more than SHORTEST tokens: the row, the tile's first token within it, the
-    row's first token of the step, tokens it feeds, tokens in the cache before. With KEYS, as items
-    of kernels that find the step's own tokens in the cache, too: one split each of tiles of so many
-    keys.
+    row's first token of the step, tokens it feeds, tokens in the cache before, how many tiles there
+    are. With KEYS, as items of kernels that find the step's own tokens in the cache, too: one split
+    each of tiles of so many keys.
 
     The longest first, by how many times TOKENS stand before a tile: late tokens of long rows see
     most keys, and the last to start should be short. Tiles after the last feed no tokens.
@@ -278,6 +278,7 @@ def cut_prompts(
         tl.store(out + 2, first, mask=write)
         tl.store(out + 3, fed, mask=write)
         tl.store(out + 4, context, mask=write)
+        tl.store(out + 5, tl.sum(counts), mask=write)
 
 
 @dataclass(frozen=True, slots=True)

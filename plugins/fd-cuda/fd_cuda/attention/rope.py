@@ -105,11 +105,9 @@ def rotate_and_write(
             k_norm, eps, WIDTH, WIDTH_PAD, ROTARY, INTERLEAVED, NORMS,
         )  # fmt: skip
         kept = (inside & (slot >= 0))[:, None]
-        tl.store(
-            k_rotated + rows.to(tl.int64)[:, None] * WIDTH + dims[None, :],
-            keys,
-            mask=inside[:, None] & wide,
-        )
+        if k_rotated is not None:
+            own = rows.to(tl.int64)[:, None] * WIDTH + dims[None, :]
+            tl.store(k_rotated + own, keys, mask=inside[:, None] & wide)
         tl.store(k_cache + place[:, None] * WIDTH + dims[None, :], keys, mask=kept & wide)
         v_wide = (v_dims < V_WIDTH)[None, :]
         at = token * stride_v + head * stride_v_head

@@ -52,51 +52,82 @@ def _product(
 ):  # fmt: skip
     """One block of rows of one expert times BN of its outputs. GATED: rows slot // DIVISOR of x, to
     rows in the order of the blocks; else from these to the rows of their slots. CLAMPED: the same,
-    and outputs are gate and up in turn. DENSE: slots are rows, and there is one expert."""
+    and outputs are gate and up in turn. DENSE: slots are rows, and there is one expert. An expert's
+    last block has rows in its first half alone every other time: then no more are computed."""
     join_chain(PDL)
     block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    expert = 0 if DENSE else tl.load(experts_p + block).to(tl.int32)
-    if expert >= 0:
-        nth = tl.arange(0, BM)
-        ks = tl.arange(0, BK)
-        columns = tile * BN + tl.arange(0, BN)
-        FIRST: tl.constexpr = GATED or CLAMPED
-        GATHERS: tl.constexpr = FIRST and not DENSE
-        rows = (block * BM + nth).to(tl.int64)
-        slots = rows
-        if not DENSE:
-            slots = tl.load(slots_p + rows).to(tl.int64)
-        valid = slots < num_slots
-        if GATHERS:
-            # Padding rows repeat the first row; their results are not read.
-            token = tl.where(valid, slots // DIVISOR, 0)
-            x = x_p + token[:, None] * x_stride + ks[None, :]
-        total = tl.zeros((BM, BN * 2 if GATED else BN), tl.float32)
-        for k in tl.range(0, depth, BK, num_stages=STAGES):
-            if GATHERS:
-                a = tl.load(x + k)
+    HALF: tl.constexpr = BM // 2
+    if DENSE:
+        _tile(
+            x_p, x_tiles, w_tiles, bias_p, y_p, slots_p, 0, block * BM, tile, num_slots, width,
+            depth, x_stride, alpha, limit, DIVISOR, BM, BN, BK, GATED, CLAMPED, True, BIAS, True,
+            STAGES,
+        )  # fmt: skip
+    else:
+        expert = tl.load(experts_p + block).to(tl.int32)
+        if expert >= 0:
+            if tl.load(slots_p + block * BM + HALF) < num_slots:
+                _tile(
+                    x_p, x_tiles, w_tiles, bias_p, y_p, slots_p, expert, block * BM, tile,
+                    num_slots, width, depth, x_stride, alpha, limit, DIVISOR, BM, BN, BK, GATED,
+                    CLAMPED, False, BIAS, not (GATED or CLAMPED), STAGES,
+                )  # fmt: skip
             else:
-                a = x_tiles.load([block * BM, k])
-            if GATED:
-                # Gate and up side by side: as two products they would read a twice.
-                b = w_tiles.load([expert * 2, tile * BN, k]).reshape(BN * 2, BK)
-            else:
-                b = w_tiles.load([expert * width + tile * BN, k])
-            total = tl.dot(a, b.T, total)
+                _tile(
+                    x_p, x_tiles, w_tiles, bias_p, y_p, slots_p, expert, block * BM, tile,
+                    num_slots, width, depth, x_stride, alpha, limit, DIVISOR, HALF, BN, BK, GATED,
+                    CLAMPED, False, BIAS, False, STAGES,
+                )  # fmt: skip
+
+
+@triton.jit
+def _tile(
+    x_p, x_tiles, w_tiles, bias_p, y_p, slots_p, expert, first, tile, num_slots, width, depth,
+    x_stride, alpha, limit,
+    DIVISOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GATED: tl.constexpr, CLAMPED: tl.constexpr, DENSE: tl.constexpr, BIAS: tl.constexpr,
+    ENGINE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """BM rows from the first on; ENGINE: the copy engine brings them."""
+    nth = tl.arange(0, BM)
+    ks = tl.arange(0, BK)
+    columns = tile * BN + tl.arange(0, BN)
+    FIRST: tl.constexpr = GATED or CLAMPED
+    rows = (first + nth).to(tl.int64)
+    slots = rows
+    if not DENSE:
+        slots = tl.load(slots_p + rows).to(tl.int64)
+    valid = slots < num_slots
+    if not ENGINE:
+        # Padding rows repeat the first row; their results are not read.
+        row = tl.where(valid, slots // DIVISOR, 0) if FIRST else rows
+        x = x_p + row[:, None] * x_stride + ks[None, :]
+    total = tl.zeros((BM, BN * 2 if GATED else BN), tl.float32)
+    for k in tl.range(0, depth, BK, num_stages=STAGES):
+        if ENGINE:
+            a = x_tiles.load([first, k])
+        else:
+            a = tl.load(x + k)
         if GATED:
-            gate, up = total.reshape(BM, 2, BN).permute(0, 2, 1).split()
-            total = gate / (1.0 + tl.exp(-gate)) * up
-        if BIAS:
-            bias = tl.load(bias_p + expert * width + columns, mask=columns < width, other=0.0)
-            total += bias.to(tl.float32)[None, :]
-        stored = width
-        if CLAMPED:
-            total = clamped_pairs(total, alpha, limit, BM, BN)
-            columns, stored = tile * (BN // 2) + tl.arange(0, BN // 2), width // 2
-        place = rows if FIRST else slots
-        mask = (valid if DENSE or not FIRST else nth < BM)[:, None] & (columns < stored)[None, :]
-        y = y_p + place[:, None] * stored + columns[None, :]
-        tl.store(y, total.to(y_p.dtype.element_ty), mask=mask)
+            # Gate and up side by side: as two products they would read a twice.
+            b = w_tiles.load([expert * 2, tile * BN, k]).reshape(BN * 2, BK)
+        else:
+            b = w_tiles.load([expert * width + tile * BN, k])
+        total = tl.dot(a, b.T, total)
+    if GATED:
+        gate, up = total.reshape(BM, 2, BN).permute(0, 2, 1).split()
+        total = gate / (1.0 + tl.exp(-gate)) * up
+    if BIAS:
+        bias = tl.load(bias_p + expert * width + columns, mask=columns < width, other=0.0)
+        total += bias.to(tl.float32)[None, :]
+    stored = width
+    if CLAMPED:
+        total = clamped_pairs(total, alpha, limit, BM, BN)
+        columns, stored = tile * (BN // 2) + tl.arange(0, BN // 2), width // 2
+    place = rows if FIRST else slots
+    mask = (valid if DENSE or not FIRST else nth < BM)[:, None] & (columns < stored)[None, :]
+    y = y_p + place[:, None] * stored + columns[None, :]
+    tl.store(y, total.to(y_p.dtype.element_ty), mask=mask)
 
 
 def can_compute(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
@@ -210,7 +241,7 @@ def _launch(
     across = cdiv(width, shape.columns)
     _product[(blocks * across,)](
         x, x_tiles, w_tiles, x if bias is None else bias, y, slots, experts, num_slots, width,
-        x.shape[1], x.stride(0) if gathers else 0, across, *(clamp or (0.0, 0.0)),
+        x.shape[1], x.stride(0), across, *(clamp or (0.0, 0.0)),
         DIVISOR=divisor, BM=ROWS, BN=shape.columns, BK=DEPTH, GATED=is_gated,
         CLAMPED=clamp is not None, DENSE=order is None, BIAS=bias is not None, STAGES=shape.stages,
         **options(num_warps=shape.warps),

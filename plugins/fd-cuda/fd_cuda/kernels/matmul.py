@@ -13,6 +13,7 @@ _FEW = 16  # rows that are scored one by one
 _SOME = 512  # rows that make small tiles, unless there are this many large ones
 _LARGE_TILES = 16
 _MANY = (128, 128, 32)  # rows, experts and channels of a tile where those tiles are many
+_NARROW = (64, 64, 64)  # for no more experts than these
 _PARTS, _PROGRAMS = 8, 160  # at most, and of large tiles in all parts together
 
 
@@ -133,10 +134,12 @@ def scores_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     is_small = num_rows <= _SOME and large < _LARGE_TILES
     tile = (16, 32, 64) if is_small else (64, 64, 32)
     parts = _PARTS if is_small else max(1, min(_PARTS, _PROGRAMS // max(1, large)))
-    wide = cdiv(num_rows, _MANY[0]) * cdiv(width, _MANY[1])
+    is_narrow = width <= _NARROW[1]
+    of_many = _NARROW if is_narrow else _MANY
+    wide = cdiv(num_rows, of_many[0]) * cdiv(width, of_many[1])
     is_many = x.dtype == torch.bfloat16 and wide >= _LARGE_TILES
     if is_many:
-        tile, parts = _MANY, max(1, min(_PARTS, _PROGRAMS // wide))
+        tile, parts = of_many, max(1, min(_PARTS, _PROGRAMS // wide))
     y = x.new_empty((1 if is_alone else parts, num_rows, width), dtype=torch.float32)
     if not num_rows:
         return y[:1]
@@ -151,7 +154,8 @@ def scores_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         share = cdiv(cdiv(depth, parts), tile[2]) * tile[2]
         _scores_of_many[(cdiv(num_rows, tile[0]), cdiv(width, tile[1]), parts)](
             x, weight, y, num_rows, width, depth, x.stride(0), share, BM=tile[0], BN=tile[1],
-            BK=tile[2], **options(num_warps=8, num_stages=3),
+            BK=tile[2],
+            **options(num_warps=4 if is_narrow else 8, num_stages=4 if is_narrow else 3),
         )  # fmt: skip
         return y
     # bfloat16 and float16 have fewer digits than TF32, so of x nothing is lost, and three products

@@ -161,7 +161,7 @@ def _place(
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs take places of an expert as they come. Which row of a block a token gets decides
-    nothing about its result."""
+    nothing about its result. Those after the last slots say whose the blocks are."""
     join_chain(PDL)
     expert = tl.arange(0, PAD)
     counts = tl.load(counts_p + expert)
@@ -172,25 +172,27 @@ def _place(
     else:
         first_blocks = tl.cumsum(blocks, 0) - blocks
     starts, ends = first_blocks * BM, first_blocks + blocks
-    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = slots < num_slots
-    ids = tl.load(ids_p + slots, mask=inside, other=-1).to(tl.int32)
-    is_own = (ids[:, None] == expert[None, :]).to(tl.int32)
-    own = tl.sum(is_own, 0)
-    first = starts + tl.atomic_add(counts_p + PAD + expert, own, mask=own > 0)
-    place = first[None, :] + tl.cumsum(is_own, 0) - is_own
-    own_place = tl.sum(is_own * place, 1)
-    tl.store(order_p + own_place, slots, mask=ids >= 0)
-    tl.store(places_p + slots, tl.where(ids >= 0, own_place, -1), mask=inside)
-    if tl.program_id(0) == 0:
-        # The rest of each expert's last block is padding.
-        rest = (starts + counts)[:, None] + tl.arange(0, PAD_BM)[None, :]
-        tl.store(order_p + rest, num_slots + rest * 0, mask=rest < (ends * BM)[:, None])
-        for begin in range(0, max_blocks, BLOCK):
-            block = begin + tl.arange(0, BLOCK)
-            has_it = (first_blocks[None, :] <= block[:, None]) & (block[:, None] < ends[None, :])
-            of_block = tl.max(tl.where(has_it, expert[None, :], -1), 1)
-            tl.store(experts_p + block, of_block, mask=block < max_blocks)
+    own_programs = tl.cdiv(num_slots, BLOCK)
+    if tl.program_id(0) < own_programs:
+        slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = slots < num_slots
+        ids = tl.load(ids_p + slots, mask=inside, other=-1).to(tl.int32)
+        is_own = (ids[:, None] == expert[None, :]).to(tl.int32)
+        own = tl.sum(is_own, 0)
+        first = starts + tl.atomic_add(counts_p + PAD + expert, own, mask=own > 0)
+        place = first[None, :] + tl.cumsum(is_own, 0) - is_own
+        own_place = tl.sum(is_own * place, 1)
+        tl.store(order_p + own_place, slots, mask=ids >= 0)
+        tl.store(places_p + slots, tl.where(ids >= 0, own_place, -1), mask=inside)
+    else:
+        block = (tl.program_id(0) - own_programs) * BLOCK + tl.arange(0, BLOCK)
+        has_it = (first_blocks[None, :] <= block[:, None]) & (block[:, None] < ends[None, :])
+        of_block = tl.max(tl.where(has_it, expert[None, :], -1), 1)
+        tl.store(experts_p + block, of_block, mask=block < max_blocks)
+        if tl.program_id(0) == own_programs:
+            # The rest of each expert's last block is padding.
+            rest = (starts + counts)[:, None] + tl.arange(0, PAD_BM)[None, :]
+            tl.store(order_p + rest, num_slots + rest * 0, mask=rest < (ends * BM)[:, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +282,7 @@ def _counted_order(ids: torch.Tensor, num_experts: int, rows: int, blocks: int) 
     _count[(cdiv(num_slots, 1024),)](
         ids, counts, num_slots, PAD=pad, BLOCK=1024, **options(num_warps=4)
     )
-    _place[(cdiv(num_slots, 128),)](
+    _place[(cdiv(num_slots, 128) + cdiv(blocks, 128),)](
         ids, counts, slots, experts, places, num_slots, blocks, PAD=pad,
         BM=rows, PAD_BM=pad2(rows), BLOCK=128, **options(num_warps=8),
     )  # fmt: skip

@@ -5,8 +5,8 @@
 // while this one ends. Groups of four warps have 64 rows each. Each asks for the product of its queries with the next keys
 // and of its weights with the values before, and makes weights while these run; the groups take turns at asking, so that
 // one makes weights while the matrix units work for another.
-// A row's own keys and values are read where they lie, the diagonal first, those before them from the cache, BOX of a block
-// at a time. Turns that end before the item's WINDOW are left out. The order of a row's sums depends on its tokens alone.
+// Keys and values come from the cache, the step's own too, the diagonal first, BOX of a block at a time. Turns that end before
+// the item's WINDOW are left out. The order of a token's sums depends on where it stands alone.
 
 #define BN 128  // keys of a turn
 #define PAIRED 0
@@ -95,53 +95,46 @@ __device__ __forceinline__ void give_turn(int group) {
 
 // END OF INSTRUCTIONS
 
-// Tokens of a row, from `begin` of the `fed` that it feeds on, behind `context` in the cache; for one kv head.
+// Tokens of a row, from `begin` of the `fed` that it feeds on, behind `context` others; for one kv head.
 struct Item {
   int row, begin, first, fed, context, head;
 
-  // Of all keys of the row, the first that the first token sees.
+  // Of the row's keys, the first that the first token sees, and the turn that ends with the last one's.
   __device__ __forceinline__ int first_seen() const { return WINDOW ? max(context + begin - (WINDOW - 1), 0) : 0; }
-  // Turns from the first key of their sort on, and those of these that are left out.
-  __device__ __forceinline__ int own_end() const { return (min(begin + TOKENS, fed) + KEYS - 1) / KEYS; }
-  __device__ __forceinline__ int own_begin() const { return WINDOW ? max(first_seen() - context, 0) / KEYS : 0; }
-  __device__ __forceinline__ int own_turns() const { return own_end() - own_begin(); }
-  __device__ __forceinline__ int turns() const {
-    const int cached = (context + KEYS - 1) / KEYS;
-    return own_turns() + (WINDOW ? max(cached - first_seen() / KEYS, 0) : cached);
-  }
+  __device__ __forceinline__ int end() const { return (context + min(begin + TOKENS, fed) + KEYS - 1) / KEYS; }
+  __device__ __forceinline__ int turns() const { return end() - first_seen() / KEYS; }
 };
 
-// Keys of a turn: the last own ones first, then the last ones of the cache.
+// Keys of a turn, the last ones first: the first of them, and how many there are from there on.
 struct Turn {
-  bool is_own;
-  int first, valid;  // first key, and how many there are of its sort from there on
-  int gone;          // of the cache, so many first ones may be others' by now
-
-  // Where the item's first token stands, from the first key on.
-  __device__ __forceinline__ int behind(const Item& item) const { return item.begin + (is_own ? 0 : item.context) - first; }
+  int first, valid;
+  int gone;    // so many first ones may be others' by now
+  int behind;  // where the item's first token stands, from the first key on
 };
 
 __device__ __forceinline__ Turn turn_of(const Item& item, int nth) {
-  const int own = item.own_turns();
-  const bool is_own = nth < own;
-  const int last = is_own ? item.own_end() : (item.context + KEYS - 1) / KEYS + own;
-  const int first = (last - 1 - nth) * KEYS;
-  const int gone = WINDOW && !is_own ? max(item.first_seen() - first, 0) : 0;
-  return {is_own, first, (is_own ? item.fed : item.context) - first, gone};
+  const int first = (item.end() - 1 - nth) * KEYS;
+  return {first, item.context + item.fed - first, WINDOW ? max(item.first_seen() - first, 0) : 0,
+          item.context + item.begin - first};
 }
 
 // A block's items: of each round of as many as there are blocks one, from the front and from the back in turn, because
-// the longest come first. After the last, and from the first tile without tokens on, one that feeds none.
+// the longest come first. Heads come in passes of `together`, whose keys and values the second-level cache holds while
+// their items follow each other; in every other pass rounds go the other way. After the last, one that feeds none.
 struct Items {
   const int* tiles;
-  int heads, count, begin, odd;
+  int heads, together, count, head, begin, odd;  // count: items of a pass
 
   __device__ __forceinline__ Item next() {
-    const int id = begin + (odd ? (int)gridDim.x - 1 - (int)blockIdx.x : (int)blockIdx.x);
-    begin += gridDim.x, odd ^= 1;
-    if (id >= count) return {};
-    const int* tile = tiles + id / heads * TILE_WORDS;
-    return {tile[0], tile[1], tile[2], tile[3], tile[4], id % heads};
+    while (head < heads) {
+      const int id = begin + (odd ? (int)gridDim.x - 1 - (int)blockIdx.x : (int)blockIdx.x), first = head;
+      begin += gridDim.x, odd ^= 1;
+      if (begin >= count) begin = 0, head += together, odd = head / together & 1;
+      if (id >= count) continue;
+      const int* tile = tiles + id / together * TILE_WORDS;
+      return {tile[0], tile[1], tile[2], tile[3], tile[4], first + id % together};
+    }
+    return {};
   }
 };
 
@@ -151,25 +144,24 @@ struct Barriers {
 };
 
 // What one warp does.
-__device__ __forceinline__ void feed(const TensorMap& q, const TensorMap& k, const TensorMap& v, const TensorMap& k_cache,
-                                     const TensorMap& v_cache, Items items, const int* tables, int stride_table,
-                                     const Barriers& at, u32 queries, u32 keys, u32 values, int lane) {
+__device__ __forceinline__ void feed(const TensorMap& q, const TensorMap& k_cache, const TensorMap& v_cache, Items items,
+                                     const int* tables, int stride_table, const Barriers& at, u32 queries, u32 keys,
+                                     u32 values, int lane) {
   Place place = {0, 1};  // the phase before the first one counts as ended
   u32 round = 1;
   for (Item item = items.next(), following; item.fed; item = following) {
     following = items.next();  // long before it is looked at
-    const int turns = item.turns(), own = item.own_turns();
+    const int turns = item.turns();
     const int* table = tables + (u64)item.row * stride_table;
-    const int last = max(item.context - 1, 0);
+    const int last = item.context + item.fed - 1;
     // Each lane knows where one box of a turn begins; of the next one, long before it is asked for.
     const auto slot_of = [&](int nth) {
-      if (nth < own || nth >= turns || lane >= KEYS / BOX) return 0;
+      if (nth >= turns || lane >= KEYS / BOX) return 0;
       const int position = min(turn_of(item, nth).first + lane * BOX, last / BOX * BOX);
       return table[position / BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE;
     };
     int next = slot_of(0);
     for (int nth = 0; nth < turns; nth++, advance<STAGES>(place)) {
-      const Turn turn = turn_of(item, nth);
       const int slot = next;
       next = slot_of(nth + 1);
 #pragma unroll
@@ -191,15 +183,11 @@ __device__ __forceinline__ void feed(const TensorMap& q, const TensorMap& k, con
 #pragma unroll
         for (int part = 0; part < PARTS; part++) {
           const int input = item.head * WIDTH + part * 64;
-          if (turn.is_own) {
-            if (lane == 0) copy_box(to + part * PART_TILE, of_values ? v : k, input, item.first + turn.first, full);
-          } else {
 #pragma unroll
-            for (int box = 0; box < KEYS / BOX; box++) {
-              const int first = __shfl_sync(~0u, slot, box);
-              const u32 place_of_box = to + part * PART_TILE + box * BOX * 128;
-              if (lane == 0) copy_box(place_of_box, of_values ? v_cache : k_cache, input, first, full);
-            }
+          for (int box = 0; box < KEYS / BOX; box++) {
+            const int first = __shfl_sync(~0u, slot, box);
+            const u32 place_of_box = to + part * PART_TILE + box * BOX * 128;
+            if (lane == 0) copy_box(place_of_box, of_values ? v_cache : k_cache, input, first, full);
           }
         }
       }
@@ -240,16 +228,16 @@ struct Softmax {
 };
 
 // Keys that a thread's rows do not see.
-__device__ __forceinline__ void mask(float* scores, const Item& item, const Turn& turn, int row, int lane) {
+__device__ __forceinline__ void mask(float* scores, const Turn& turn, int row, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const int own = turn.behind(item) + (row + r * 8) / GROUP, seen = turn.is_own ? own + 1 : turn.valid;
+    const int own = turn.behind + (row + r * 8) / GROUP;
 #pragma unroll
     for (int i = 0; i < KEYS / 8; i++)
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const int key = i * 8 + (lane & 3) * 2 + e;
-        if (key >= seen || (WINDOW && key <= own - WINDOW)) scores[i * 4 + r * 2 + e] = LOWEST;
+        if (key > own || (WINDOW && key <= own - WINDOW)) scores[i * 4 + r * 2 + e] = LOWEST;
       }
   }
 }
@@ -368,9 +356,7 @@ __device__ __forceinline__ void attend(Items items, u16* out, const float* sinks
       }
       advance<STAGES>(key);
       const Turn turn = turn_of(item, nth);
-      const int behind = turn.behind(item);
-      const bool is_cut = turn.is_own && behind < KEYS - 1, is_late = WINDOW && behind + TOKENS > WINDOW;
-      if (turn.valid < KEYS || is_cut || is_late) mask(scores, item, turn, row, lane);
+      if (turn.behind < KEYS - 1 || (WINDOW && turn.behind + TOKENS > WINDOW)) mask(scores, turn, row, lane);
       rows.weigh(scores, scale, fade);
     };
 
@@ -419,11 +405,10 @@ __device__ __forceinline__ void attend(Items items, u16* out, const float* sinks
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-prompt_attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
-                 const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap k_cache,
+prompt_attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k_cache,
                  const __grid_constant__ TensorMap v_cache, const int* __restrict__ tiles,
                  const int* __restrict__ tables, const float* __restrict__ sinks, u16* out, float scale, int stride_table,
-                 int heads, int num_tiles) {
+                 int heads, int together) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
   const u32 start = shared_address(memory), queries = (start + 1023) & ~1023u;
@@ -446,11 +431,11 @@ prompt_attention(const __grid_constant__ TensorMap q, const __grid_constant__ Te
   __syncthreads();
   let_next_start();
   wait_for_previous();
-  const Items items = {tiles, heads, num_tiles * heads, 0, 0};
+  const Items items = {tiles, heads, together, tiles[5] * together, 0, 0, 0};
   if (warp >= CONSUMERS) {
     give_registers<THREADS == 384 ? 40 : 32>();
     if (warp == CONSUMERS)
-      feed(q, k, v, k_cache, v_cache, items, tables, stride_table, at, queries, keys, values, thread & 31);
+      feed(q, k_cache, v_cache, items, tables, stride_table, at, queries, keys, values, thread & 31);
     return;
   }
   take_registers<THREADS == 384 ? 232 : 160>();
