@@ -65,7 +65,7 @@ RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{**TOOL, "parameters": "none"}]}, "tools.0.parameters"),
     ({"tools": [{**TOOL, "description": 3}]}, "tools.0.description"),
     ({"tools": [{"type": "namespace", "name": "n", "tools": [{}]}]}, "tools.0.tools.0.type"),
-    ({"tools": [TOOL] + [{**TOOL, "name": f"f{n}"} for n in range(128)]}, "tools"),
+    ({"tools": [TOOL] + [{**TOOL, "name": f"f{n}"} for n in range(1024)]}, "tools"),
     ({"tool_choice": "any"}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
