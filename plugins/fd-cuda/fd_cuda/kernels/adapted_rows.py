@@ -25,6 +25,7 @@ _SPLITS, _SHARE = 4, 1024  # most parts of the inputs, and the least inputs of o
 # Programs that share out a tile's adapters: one tile has a step's decoded tokens, of all.
 _TURNS = 4
 _GATED, _PLAIN = many_rows.Shape(64, 4, 3), many_rows.Shape(128, 8, 3)
+_ADD = many_rows.Shape(256, 8, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +253,9 @@ def product(
     """x [T, K] times weight [N, K] transposed, and what adapters add; is_gated: silu(gate) * up of
     it; with a residual [T, N] in its memory. For what many_rows.dense_gated can compute."""
     num_rows, (width, depth) = x.shape[0], weight.shape
-    shape, y = _GATED if is_gated else _PLAIN, residual
+    shape, y = _ADD, residual
     if y is None:
+        shape = _GATED if is_gated else _PLAIN
         y = torch.empty((num_rows, width >> is_gated), dtype=x.dtype, device=x.device)
     tiles, num_tiles = tiles_of(_ends(sums, is_gated=is_gated), shape.columns, x.device)
     x_tiles = many_rows.row_tiles(x, many_rows.ROWS)
