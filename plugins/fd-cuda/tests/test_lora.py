@@ -103,7 +103,8 @@ PRODUCTS = [
        (64, 4096, (4096,), 8, 16, "add"), (33, 8192, (1024, 1024), 3, 8, "gated"),
        (200, 512, (1024, 512), 20, 8, "plain"),
        (1500, 1024, (3072, 3072), 8, 16, "gated"), (1500, 1024, (2048, 1024, 1024), 8, 16, "plain"),
-       (1500, 2048, (1024, 1024), 8, 16, "gated")]
+       (1500, 2048, (1024, 1024), 8, 16, "gated"), (1500, 2048, (1024,), 8, 16, "add"),
+       (1500, 512, (192,), 3, 8, "add"), (2000, 4096, (512,), 8, 16, "add")]
       if DEVICE == "cuda" else []),
 ]  # fmt: skip
 
@@ -150,24 +151,25 @@ def test_products_with_adapters(shape: tuple[Any, ...], has_norm: bool, dtype: s
         assert difference < bound * float(wanted.abs().max())
 
 
-@pytest.mark.parametrize("is_gated", [False, True])
-def test_tiles_of_prompts_add_what_each_row_has(is_gated: bool) -> None:
+@pytest.mark.parametrize("epilogue", ["plain", "gated", "add"])
+def test_tiles_of_prompts_add_what_each_row_has(epilogue: str) -> None:
     """Tiles with one adapter, with several, with none, and beyond the last row."""
     draw = torch.Generator().manual_seed(7)
 
     def random(*size: int, spread: float = 1.0) -> torch.Tensor:
         return (torch.randn(*size, generator=draw) * spread).bfloat16().to(DEVICE)
 
+    is_gated = epilogue == "gated"
     ends = (128, 256) if is_gated else (128, 160, 192)
     x, weight = random(400, 128), random(ends[-1], 128, spread=128**-0.5)
     b, inner = random(4, ends[-1], 8), random(2, 400, len(ends) * 8).float()
     slots = torch.full((400,), -1, dtype=torch.int32, device=DEVICE)
     slots[:128], slots[128:200], slots[200:230:3], slots[390:] = 2, 0, 3, 1
     inner[:, slots < 0] = float("nan")  # nobody has written them
-    found = adapted_rows.product(
-        x, weight, adapted_rows.Sums(inner, b, ends, slots), is_gated=is_gated
-    )
-    wanted = x.float() @ weight.float().T
+    residual = random(400, ends[-1]) if epilogue == "add" else None
+    wanted = x.float() @ weight.float().T + (0 if residual is None else residual.float())
+    sums = adapted_rows.Sums(inner, b, ends, slots)
+    found = adapted_rows.product(x, weight, residual, sums, is_gated=is_gated)
     starts = (0, *ends[:-1])
     for row in (slots >= 0).nonzero().flatten().tolist():
         for part, (start, end) in enumerate(zip(starts, ends, strict=True)):

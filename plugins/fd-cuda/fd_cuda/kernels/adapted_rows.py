@@ -24,7 +24,8 @@ from .common import cdiv, join_chain, options, pad2
 _SPLITS, _SHARE = 4, 1024  # most parts of the inputs, and the least inputs of one
 # Programs that share out a tile's adapters: one tile has a step's decoded tokens, of all.
 _TURNS = 4
-_GATED, _PLAIN = many_rows.Shape(64, 4, 3), many_rows.Shape(128, 4, 3)
+_GATED, _PLAIN = many_rows.Shape(64, 4, 3), many_rows.Shape(128, 8, 3)
+_ADD = many_rows.Shape(256, 8, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,33 +78,55 @@ def _sums(
 
 
 @triton.jit
-def _added(
-    total, inner_p, b_p, slots, rows, num_rows, part, columns, inside,
+def _asked(
+    inner_p, b_p, slots, rows, num_rows, part, columns, inside,
     N: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
     SPLITS: tl.constexpr, PAIR: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """What `_added` multiplies, asked for before it is needed: A x of these rows, B of the first of
+    their adapters, its slot and the last one's; -1 where no row has any."""
+    last = tl.max(slots, 0)
+    first = tl.min(tl.where(slots < 0, last, slots), 0)
+    both = tl.arange(0, RANK * 2 if PAIR else RANK)
+    half, ranks = both // RANK, both % RANK
+    own = (slots >= 0)[:, None] & (ranks < R)[None, :]
+    sums = inner_p + rows[:, None] * RANKS + ((part + half) * R + ranks)[None, :]
+    inner = tl.load(sums, mask=own, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        inner += tl.load(sums + num_rows.to(tl.int64) * RANKS * split, mask=own, other=0.0)
+    b = _b_of(b_p, first, half, ranks, columns, inside & (last >= 0), N, R, PAIR, WIDTH)
+    return inner.to(b.dtype), b, first, last
+
+
+@triton.jit
+def _b_of(
+    b_p, slot, half, ranks, columns, inside,
+    N: tl.constexpr, R: tl.constexpr, PAIR: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    mask = inside[None, :] & (ranks < R)[:, None]
+    if PAIR:
+        mask &= half[:, None] == (tl.arange(0, WIDTH) * 2 // WIDTH)[None, :]
+    start = b_p + tl.full((), N * R, tl.int64) * slot
+    return tl.load(start + columns[None, :] * R + ranks[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def _added(
+    total, inner, b, first, last, b_p, slots, columns, inside,
+    N: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, PAIR: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
     """total [rows, WIDTH] with what adapters add to these columns of one part; with PAIR the second
     half of the columns is of the next part."""
-    last = tl.max(slots, 0)
     if last >= 0:
-        first = tl.min(tl.where(slots < 0, last, slots), 0)
         both = tl.arange(0, RANK * 2 if PAIR else RANK)
         half, ranks = both // RANK, both % RANK
-        own = (slots >= 0)[:, None] & (ranks < R)[None, :]
-        sums = inner_p + rows[:, None] * RANKS + ((part + half) * R + ranks)[None, :]
-        inner = tl.load(sums, mask=own, other=0.0)
-        for split in tl.static_range(1, SPLITS):
-            inner += tl.load(sums + num_rows.to(tl.int64) * RANKS * split, mask=own, other=0.0)
-        inner = inner.to(b_p.dtype.element_ty)
-        mask = inside[None, :] & (ranks < R)[:, None]
-        if PAIR:
-            mask &= half[:, None] == (tl.arange(0, WIDTH) * 2 // WIDTH)[None, :]
-        b_tile = b_p + first.to(tl.int64) * N * R + columns[None, :] * R + ranks[:, None]
-        for slot in tl.range(first, last + 1, num_stages=1):
-            b = tl.load(b_tile, mask=mask, other=0.0)
-            b_tile += N * R
-            own_inner = tl.where((slots == slot)[:, None], inner, 0.0).to(b.dtype)
-            total = tl.dot(own_inner, b, total, input_precision="ieee")
+        own = tl.where((slots == first)[:, None], inner, 0.0).to(b.dtype)
+        total = tl.dot(own, b, total, input_precision="ieee")
+        for slot in tl.range(first + 1, last + 1, num_stages=1):
+            more = _b_of(b_p, slot, half, ranks, columns, inside, N, R, PAIR, WIDTH)
+            own = tl.where((slots == slot)[:, None], inner, 0.0).to(b.dtype)
+            total = tl.dot(own, more, total, input_precision="ieee")
     return total
 
 
@@ -127,17 +150,22 @@ def _finish(
         mask = (rows < num_rows)[:, None] & inside[None, :]
         y_tile = y_p + rows[:, None] * y_stride + columns[None, :]
         y = tl.load(y_tile, mask=mask, other=0.0).to(tl.float32)
-        if GATED:  # under way at once
+        if GATED:
             up = tl.load(y_tile + N // 2, mask=mask, other=0.0).to(tl.float32)
-        y = _added(
-            y, inner_p, b_p, slots, rows, num_rows, part, columns, inside,
+        inner, b, first, last = _asked(
+            inner_p, b_p, slots, rows, num_rows, part, columns, inside,
             N, R, RANKS, RANK, SPLITS, False, BN,
         )  # fmt: skip
+        y = _added(y, inner, b, first, last, b_p, slots, columns, inside, N, R, RANK, False, BN)
         if GATED:
-            up = _added(
-                up, inner_p, b_p, slots, rows, num_rows, part + 1, columns + N // 2, inside,
+            columns_up = columns + N // 2
+            inner, b, first, last = _asked(
+                inner_p, b_p, slots, rows, num_rows, part + 1, columns_up, inside,
                 N, R, RANKS, RANK, SPLITS, False, BN,
             )  # fmt: skip
+            up = _added(
+                up, inner, b, first, last, b_p, slots, columns_up, inside, N, R, RANK, False, BN
+            )
             y = y / (1.0 + tl.exp(-y)) * up
             y_tile = out_p + rows[:, None] * (N // 2) + columns[None, :]
         else:
@@ -149,10 +177,11 @@ def _finish(
 def _product(
     x_tiles, w_tiles, y_p, inner_p, b_p, slots_p, tiles_p, num_rows, depth, num_tiles,
     N: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
-    SPLITS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BM rows times BN outputs, or pairs of gate and up, as many_rows computes them."""
+    """BM rows times BN outputs, or pairs of gate and up, as many_rows computes them; ADD: onto what
+    is in y."""
     WIDTH: tl.constexpr = BN * 2 if GATED else BN
     block, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles * 3
     part, end = tl.load(tiles_p + tile), tl.multiple_of(tl.load(tiles_p + tile + 2), EVEN)
@@ -160,26 +189,33 @@ def _product(
     rows = (block * BM + tl.arange(0, BM)).to(tl.int64)
     join_chain(PDL)
     slots = tl.load(slots_p + rows, mask=rows < num_rows, other=-1)
-    total = tl.zeros((BM, WIDTH), tl.float32)
-    for k in tl.range(0, depth, BK, num_stages=STAGES):
-        a = x_tiles.load([block * BM, k])
-        if GATED:
-            b = w_tiles.load([0, start, k]).reshape(WIDTH, BK)
-        else:
-            b = w_tiles.load([start, k])
-        total = tl.dot(a, b.T, total)
     wide = tl.arange(0, WIDTH)
-    columns = start + wide % BN + wide // BN * (N // 2)
-    total = _added(
-        total, inner_p, b_p, slots, rows, num_rows, part, columns, start + wide % BN < end,
+    columns, inside = start + wide % BN + wide // BN * (N // 2), start + wide % BN < end
+    inner, b, first, last = _asked(
+        inner_p, b_p, slots, rows, num_rows, part, columns, inside,
         N, R, RANKS, RANK, SPLITS, GATED, WIDTH,
     )  # fmt: skip
+    stored = start + tl.arange(0, BN)
+    y = y_p + rows[:, None] * (N // 2 if GATED else N) + stored[None, :]
+    mask = (rows < num_rows)[:, None] & (stored < end)[None, :]
+    if ADD:
+        residual = tl.load(y, mask=mask, other=0.0)
+    total = tl.zeros((BM, WIDTH), tl.float32)
+    for k in tl.range(0, depth, BK, num_stages=STAGES):
+        x = x_tiles.load([block * BM, k])
+        if GATED:
+            w = w_tiles.load([0, start, k]).reshape(WIDTH, BK)
+        else:
+            w = w_tiles.load([start, k])
+        total = tl.dot(x, w.T, total)
+    total = _added(
+        total, inner, b, first, last, b_p, slots, columns, inside, N, R, RANK, GATED, WIDTH
+    )
     if GATED:
         gate, up = total.reshape(BM, 2, BN).permute(0, 2, 1).split()
         total = gate / (1.0 + tl.exp(-gate)) * up
-    columns = start + tl.arange(0, BN)
-    y = y_p + rows[:, None] * (N // 2 if GATED else N) + columns[None, :]
-    mask = (rows < num_rows)[:, None] & (columns < end)[None, :]
+    if ADD:
+        total += residual.to(tl.float32)
     tl.store(y, total.to(y_p.dtype.element_ty), mask=mask)
 
 
@@ -206,19 +242,28 @@ def sums_of(
     return Sums(inner, b, ends, slots)
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, sums: Sums, *, is_gated: bool) -> torch.Tensor:
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    sums: Sums,
+    *,
+    is_gated: bool,
+) -> torch.Tensor:
     """x [T, K] times weight [N, K] transposed, and what adapters add; is_gated: silu(gate) * up of
-    it. For what many_rows.dense_gated can compute."""
+    it; with a residual [T, N] in its memory. For what many_rows.dense_gated can compute."""
     num_rows, (width, depth) = x.shape[0], weight.shape
-    shape = _GATED if is_gated else _PLAIN
-    y = torch.empty((num_rows, width >> is_gated), dtype=x.dtype, device=x.device)
+    shape, y = _ADD, residual
+    if y is None:
+        shape = _GATED if is_gated else _PLAIN
+        y = torch.empty((num_rows, width >> is_gated), dtype=x.dtype, device=x.device)
     tiles, num_tiles = tiles_of(_ends(sums, is_gated=is_gated), shape.columns, x.device)
     x_tiles = many_rows.row_tiles(x, many_rows.ROWS)
     of_weight = many_rows.gate_tiles if is_gated else many_rows.row_tiles
     _product[(cdiv(num_rows, many_rows.ROWS) * num_tiles,)](
         x_tiles, of_weight(weight, shape.columns), y, sums.inner, sums.b, sums.slots, tiles,
-        num_rows, depth, num_tiles, **_sizes(sums), GATED=is_gated, BM=many_rows.ROWS,
-        BN=shape.columns, BK=many_rows.DEPTH, STAGES=shape.stages,
+        num_rows, depth, num_tiles, **_sizes(sums), GATED=is_gated, ADD=residual is not None,
+        BM=many_rows.ROWS, BN=shape.columns, BK=many_rows.DEPTH, STAGES=shape.stages,
         **options(num_warps=shape.warps),
     )  # fmt: skip
     return y

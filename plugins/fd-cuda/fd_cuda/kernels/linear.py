@@ -28,7 +28,7 @@ _EPILOGUES = {
     "add": native.ADD,
     "gated": native.GATED,
 }
-_MANY, _SHALLOW = 1024, 1536  # of is_fused: rows, and values a row
+_MANY, SHALLOW = 1024, 1536  # of is_fused: rows, and values a row
 _AHEAD = 6  # 16-byte loads of each weight row that a gemv thread has under way
 
 
@@ -156,12 +156,12 @@ def _by_library(
     return silu_and_mul(y) if epilogue == "gated" else y
 
 
-def is_fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the activation is part of the product: prompts, and so few values a row that writing
+def is_fused(x: torch.Tensor, weight: torch.Tensor, deepest: int = SHALLOW) -> bool:
+    """Whether what follows is part of the product: prompts, and so few values a row that writing
     the product and reading it again would take long beside it."""
     return (
         x.shape[0] >= _MANY
-        and weight.shape[1] <= _SHALLOW
+        and weight.shape[1] <= deepest
         and not batch_invariant()
         and many_rows.can_gate(x, weight)
     )
@@ -212,12 +212,14 @@ def _specialization(
         more = {"K": product.depth, "TILES": -(-num_rows // 8), "WARPS": plan.warps}
         return "gemv", {**defines, **more, "NORM": int(product.has_norm), "AHEAD": _AHEAD}
     share = -(-product.depth // 64 // plan.split)
+    outputs = product.width // 2 if product.epilogue == "gated" else product.width
     sizes = {
         "BM": plan.rows,
         "BN": plan.columns,
         "STAGES": plan.stages,
         "SPLIT": plan.split,
         "RESIDENT": int(share <= plan.stages),
+        "EVEN": int(outputs % 4 == 0),
     }
     more = {} if adapters is None else adapted.defines(adapters)
     return "gemm", {**defines, **sizes, **more}

@@ -33,6 +33,8 @@ from .row_sums import row_sums, splits_of_rows
 FEW = 256  # rows among which a program looks for its own
 MOST_SPLITS = 16  # parts of the inputs
 _SPLITS = 8  # where a product's kernel reads them, which has many blocks
+# Inputs up to which a product onto a residual takes no longer than the library's and a pass.
+_DEEPEST = 3072
 
 
 @triton.jit
@@ -240,7 +242,7 @@ def _of_few(
     """adapted_product where native/gemm.cu computes it: A x, then all else in one launch."""
     num_rows, (num_slots, ranks, depth), rank = x.shape[0], a.shape, b.shape[2]
     has_norm = norm_weight is not None
-    splits = splits_of_rows(num_rows, ranks, rank, depth, has_norm=has_norm)
+    splits = splits_of_rows(num_rows, ranks, rank, depth)
     by_tiles = choose(0, depth, ranks, "bfloat16", _SPLITS)
     shape = Shape(num_slots, rank, tuple(ends), splits or cdiv(depth, by_tiles.depth))
     plan = linear.plan_with_adapters(epilogue, x, weight, shape, has_norm=has_norm)
@@ -267,10 +269,13 @@ def _of_many(
 ) -> torch.Tensor:
     """adapted_product of many rows, normed before."""
     is_gated = epilogue == "gated"
+    if residual is not None and not residual.is_contiguous():
+        residual = residual.contiguous()
+    deepest = linear.SHALLOW if residual is None else _DEEPEST
+    if bias is None and linear.is_fused(x, weight, deepest):
+        return product(x, weight, residual, sums, is_gated=is_gated)
     if residual is not None:
         return finish(linear.linear_add(x, weight, bias, residual), sums, is_gated=False)
-    if bias is None and linear.is_fused(x, weight):
-        return product(x, weight, sums, is_gated=is_gated)
     return finish(linear.linear(x, weight, bias), sums, is_gated=is_gated)
 
 

@@ -12,17 +12,15 @@ from .common import cdiv
 from .norm import rms_norm
 
 _MOST_READ = 1 << 24  # numbers of A that all rows read, each its own
-_READ, _READ_ONCE = 1 << 14, 1 << 15  # numbers that a block reads at once, and at most
-_MOST_SPLITS, _WARPS = 12, 8
+_MOST_WARPS, _MOST_SPLITS, _MOST_RANK = 24, 12, 64
+_LINE = 256  # inputs that a warp reads at once, of eight ranks
 
 
-def splits_of_rows(num_rows: int, ranks: int, rank: int, width: int, *, has_norm: bool) -> int:
+def splits_of_rows(num_rows: int, ranks: int, rank: int, width: int) -> int:
     """Parts of the inputs that row_sums makes; 0 where a tensor core's launch is faster."""
-    if num_rows * ranks * width > _MOST_READ or rank > 8 * _WARPS:
+    if rank % 8 or rank > _MOST_RANK or num_rows * ranks * width > _MOST_READ:
         return 0
-    if has_norm and rank * width <= _READ_ONCE:
-        return 1
-    splits = cdiv(rank * width, _READ)
+    splits = cdiv(width, _MOST_WARPS // (rank // 8) * _LINE)
     return splits if splits <= _MOST_SPLITS else 0
 
 
@@ -44,29 +42,25 @@ def row_sums(
     has_norm, parts = norm_weight is not None, ranks // rank
     y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device) if has_norm else x
     inner = torch.empty((splits, num_rows, ranks), dtype=torch.float32, device=x.device)
+    share = cdiv(cdiv(width, splits), 8) * 8
+    warps = rank // 8 * cdiv(share, _LINE)
     device, is_half = torch.cuda.current_device(), x.dtype == torch.float16
-    sizes = (num_slots, rank, parts, width, splits)
+    sizes = (num_slots, rank, parts, width, share, warps)
     native.launch(
         _kernel(device, sizes, is_half=is_half, has_norm=has_norm),
         (num_rows, parts * splits, 1),
-        _warps(rank) * 32,
+        warps * 32,
         [x, ctypes.c_longlong(x.stride(0)), norm_weight, a, slots, y, inner, num_rows, float(eps)],
     )
     return y, inner
-
-
-def _warps(rank: int) -> int:
-    """So many that each multiplies with eight ranks."""
-    return _WARPS // (rank // 8) * (rank // 8)
 
 
 @functools.cache
 def _kernel(
     device: int, sizes: tuple[int, ...], *, is_half: bool, has_norm: bool
 ) -> native.Function:
-    slots, rank, parts, width, splits = sizes
-    share = cdiv(cdiv(width, splits), 8) * 8
+    slots, rank, parts, width, share, warps = sizes
     return native.function("row_sums", {
         "HALF": int(is_half), "NORM": int(has_norm), "SLOTS": slots, "RANK": rank, "PARTS": parts,
-        "WIDTH": width, "SHARE": share, "WARPS": _warps(rank),
+        "WIDTH": width, "SHARE": share, "WARPS": warps,
     })  # fmt: skip

@@ -154,7 +154,7 @@ def has_wgmma() -> bool:
     """Whether gemm.cu and filter.cu run on the card, Hopper's: newer ones have no wgmma."""
     if not available() or torch.cuda.get_device_capability()[0] != 9:
         return False
-    sizes = {"BM": 64, "BN": 64, "STAGES": 4, "SPLIT": 2, "RESIDENT": 0}
+    sizes = {"BM": 64, "BN": 64, "STAGES": 4, "SPLIT": 2, "RESIDENT": 0, "EVEN": 1}
     try:
         _compile("gemm", {**_TRIAL, **sizes})
     except PluginError as error:

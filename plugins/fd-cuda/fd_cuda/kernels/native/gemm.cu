@@ -5,6 +5,8 @@
 // in a fixed order. Tiles arrive by cp.async in the 128-byte swizzle; those of W are asked for before the
 // kernel waits for the one before it. RESIDENT: the whole share fits into STAGES tiles, so nothing is ever
 // asked for again.
+// EVEN: rows of y and of the residual are whole pieces of 8 bytes.
+// Loops stay loops: a block goes through this code once, and unrolled it waits longer for instructions.
 // GATED: the first half of a tile are gate rows, the second the up rows that belong to them.
 // A row of x comes out the same whatever M is.
 // LORA: with what adapters add to each row, see adapted.cuh.
@@ -159,24 +161,23 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   }
   announce_start();
 #if LORA
-  unsigned char* b = tiles + STAGES * STAGE + (SPLIT > 1 ? BM * PITCH * 4 : 0);
-  ask_for_b(adapters, shared_address(b), first_column, width, N, rank);
+  const u32 b = base + STAGES * STAGE + (SPLIT > 1 ? BM * PITCH * 4 : 0);
+  ask_for_b(adapters, b, first_column, width, N, rank);
 #endif
-#pragma unroll
-  for (int s = 0; s < ASKED; s++)
-    if (s < count) ask_for_weights(p, base + s * STAGE, s * BK);
+#pragma unroll 1
+  for (int s = 0; s < min(ASKED, count); s++) ask_for_weights(p, base + s * STAGE, s * BK);
   let_next_start();
   wait_for_previous();
-#pragma unroll
+#if LORA
+  Inner inner;
+  inner.ask(adapters, first_column, first_row, M);
+#endif
+#pragma unroll 1
   for (int s = 0; s < ASKED; s++) {
     if (s < count) ask_for_inputs(p, base + s * STAGE, s * BK);
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-#if LORA
-  Inner inner;
-  inner.fetch(adapters, first_column, first_row, M);
-#endif
   // What this thread will finish: four columns each. Their residuals are asked for now.
   constexpr int QUADS = OUT / 4, TURNS = (ROWS * QUADS + THREADS - 1) / THREADS;
 #if EPILOGUE == ADD
@@ -188,14 +189,14 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
     addends[i] = make_uint2(0, 0);
     if (e < ROWS * QUADS && m < M) {
       const u16* from = residual + (u64)m * width + column;
-      if (column + 3 < width && (width & 3) == 0) {
-        addends[i] = *(const uint2*)from;
-      } else {
-        if (column < width) addends[i].x = from[0];
-        if (column + 1 < width) addends[i].x |= (u32)from[1] << 16;
-        if (column + 2 < width) addends[i].y = from[2];
-        if (column + 3 < width) addends[i].y |= (u32)from[3] << 16;
-      }
+#if EVEN
+      if (column < width) addends[i] = *(const uint2*)from;
+#else
+      if (column < width) addends[i].x = from[0];
+      if (column + 1 < width) addends[i].x |= (u32)from[1] << 16;
+      if (column + 2 < width) addends[i].y = from[2];
+      if (column + 3 < width) addends[i].y |= (u32)from[3] << 16;
+#endif
     }
   }
 #endif
@@ -204,11 +205,13 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
 #pragma unroll
   for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
 #if LORA
+  inner.take(adapters, first_column, first_row, M);
   asm volatile("cp.async.wait_group %0;" ::"n"(ASKED - 1) : "memory");
   __syncthreads();
   inner.multiply_b(sum, b, rank);
 #endif
   fence_registers(sum);
+#pragma unroll 1
   for (int t = 0; t < count; t++) {
     asm volatile("cp.async.wait_group %0;" ::"n"(ASKED - 1) : "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -245,12 +248,14 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   }
   meet();
 
-#pragma unroll
+  constexpr int AT_ONCE = EPILOGUE == ADD ? TURNS : 1;  // residuals are in registers
+#pragma unroll AT_ONCE
   for (int i = 0; i < TURNS; i++) {
     const int e = i * THREADS + thread;
     if (TURNS * THREADS > ROWS * QUADS && e >= ROWS * QUADS) break;
     const int row = e / QUADS, c = (e % QUADS) * 4;
     const int m = first_row + rank * ROWS + row, column = first_column + c;
+    if (m >= M) break;
     float v[4] = {0.f, 0.f, 0.f, 0.f}, u[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
     for (int s = 0; s < SPLIT; s++) {
@@ -261,29 +266,29 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
         u[0] += h.x; u[1] += h.y; u[2] += h.z; u[3] += h.w;
       }
     }
+    if (bias != nullptr) {
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const bool inside = column + j < width;
+        v[j] += inside ? widen(bias[column + j]) : 0.f;
+        if (EPILOGUE == GATED) u[j] += inside ? widen(bias[column + j + N / 2]) : 0.f;
+      }
+    }
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      float value = v[j], other = u[j];
-      if (bias != nullptr && column + j < width) {
-        value += widen(bias[column + j]);
-        if (EPILOGUE == GATED) other += widen(bias[column + j + N / 2]);
-      }
-      if (EPILOGUE == GATED) value = silu(value) * other;
+      if (EPILOGUE == GATED) v[j] = silu(v[j]) * u[j];
 #if EPILOGUE == ADD
       const u32 pair = j < 2 ? addends[i].x : addends[i].y;
-      value += j % 2 ? high(pair) : low(pair);
+      v[j] += j % 2 ? high(pair) : low(pair);
 #endif
-      v[j] = value;
     }
-    if (m < M) {
-      u16* to = y + (u64)m * width + column;
-      if (column + 3 < width && (width & 3) == 0) {
-        *(uint2*)to = make_uint2(pack(v[0], v[1]), pack(v[2], v[3]));
-      } else {
+    u16* to = y + (u64)m * width + column;
+#if EVEN
+    if (column < width) *(uint2*)to = make_uint2(pack(v[0], v[1]), pack(v[2], v[3]));
+#else
 #pragma unroll
-        for (int j = 0; j < 4; j++)
-          if (column + j < width) to[j] = narrow(v[j]);
-      }
-    }
+    for (int j = 0; j < 4; j++)
+      if (column + j < width) to[j] = narrow(v[j]);
+#endif
   }
 }
