@@ -65,9 +65,9 @@ class _PromptSizes:
         return 128 * (self.row_groups + 1)
 
     def shared_bytes(self, width: int) -> int:
-        """Queries, keys and values, barriers, and a slot of each thread that has rows."""
-        numbers = (self.rows + 2 * self.stages * _KEYS) * width
-        return _ALIGNMENT + 2 * numbers + 8 * (2 + 4 * self.stages) + 4 * 128 * self.row_groups
+        """Queries, keys and values, ones, and barriers."""
+        numbers = (self.rows + 2 * self.stages * _KEYS) * width + 16 * 64
+        return _ALIGNMENT + 2 * numbers + 8 * (2 + 4 * self.stages)
 
 
 _PROMPT_SIZES: Final = {64: _PromptSizes(3, 4), 128: _PromptSizes(2, 2)}
