@@ -4,8 +4,8 @@ Prompts: prompt_attention.cu.
 
 They need heads of 128 in 16 bits and rows aligned to 16 bytes, decodes at most 32 query rows
 (tokens times heads of a group), prompts Hopper and blocks that share boxes of 128 keys; prompts may
-have heads of 64 in small groups, long windows, and sinks, too. Everything else takes the Triton
-kernels of decode.py and prefill.py, over the same plan.
+have heads of 64, long windows, and sinks, too. Everything else takes the Triton kernels of
+decode.py and prefill.py, over the same plan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WIDTH: Final = 128
 MAX_COLUMNS: Final = 32
 _OLDEST_WITH_CLUSTERS: Final = (9, 0)
 _KEYS: Final = 128
-_MAX_GROUP: Final = {64: 5, 128: 64}  # for more heads of 64 the Triton kernel is as quick
+_MAX_GROUP: Final = 64
 _LEAST_WINDOW: Final = 1024  # of 128 the Triton kernel is quicker, whose tiles are smaller
 _ALIGNMENT: Final = 1024
 _HELD_BYTES: Final = 20 << 20  # of 50 MB, beside queries and results that pass through
@@ -65,9 +65,9 @@ class _PromptSizes:
         return 128 * (self.row_groups + 1)
 
     def shared_bytes(self, width: int) -> int:
-        """Queries, keys and values, barriers, and a slot of each thread that has rows."""
-        numbers = (self.rows + 2 * self.stages * _KEYS) * width
-        return _ALIGNMENT + 2 * numbers + 8 * (2 + 4 * self.stages) + 4 * 128 * self.row_groups
+        """Queries, keys and values, ones, and barriers."""
+        numbers = (self.rows + 2 * self.stages * _KEYS) * width + 16 * 64
+        return _ALIGNMENT + 2 * numbers + 8 * (2 + 4 * self.stages)
 
 
 _PROMPT_SIZES: Final = {64: _PromptSizes(3, 4), 128: _PromptSizes(2, 2)}
@@ -185,7 +185,7 @@ class NativePrompts:
         self._box = min(block_size, _KEYS)  # of the cache, keys that lie together
         serves = (
             _suits(spec, _PROMPT_SIZES, {"offsets", "sinks", "window"})
-            and self._group <= _MAX_GROUP[spec.head_dim]
+            and self._group <= _MAX_GROUP
             and (not spec.window or spec.window >= _LEAST_WINDOW)
             and self._box >= 8
             and _KEYS % self._box == block_size % self._box == 0

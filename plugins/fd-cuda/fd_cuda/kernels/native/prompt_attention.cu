@@ -23,27 +23,16 @@
 #define PART_QUERIES (ROW_GROUPS * 64 * 128)
 #define CONSUMERS (ROW_GROUPS * 4)   // warps
 #define LOG2E 1.4426950408889634f
-#define MOST_ABOVE 8.f               // weights of at most 2 to so many: float16 holds them
+#define HEADROOM 8.f                 // weights begin at two to minus so many: float16 goes on to minus 24
+#define SUMS (WIDTH / 2 + 4)         // a thread's: of values, and of ones, which are those of weights
+#define ONES_BYTES 2048              // 64 columns for 16 keys
 
 // INSTRUCTIONS: emulated_prompts.h of the tests has C++ in the place of what follows.
 
-// Values are as they lie: rows are what is summed over. 1024 bytes between groups of eight, PART_TILE between 64 columns.
-__device__ __forceinline__ u64 descriptor_of_values(u32 address) {
-  return (u64)((address & 0x3ffff) >> 4) | ((u64)(PART_TILE >> 4) << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
+// Values are as they lie: rows are what is summed over. 1024 bytes between groups of eight, `step` between 64 columns.
+__device__ __forceinline__ u64 descriptor_of_values(u32 address, u32 step) {
+  return (u64)((address & 0x3ffff) >> 4) | ((u64)(step >> 4) << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
 }
-
-// Values are WIDTH columns.
-#if WIDTH == BN
-#define SUM_SIZE SIZE
-#define SUM_LIST D_LIST
-#define SUM_REGS D_REGS
-#define SUM_OPERANDS ONE_SHARED
-#else
-#define SUM_SIZE "m64n64"
-#define SUM_LIST "{" D32 "}"
-#define SUM_REGS(c, d) R32(c, d, 0)
-#define SUM_OPERANDS "{%32,%33,%34,%35}, %36"
-#endif
 
 template <int count>
 __device__ __forceinline__ void fence_all(float (&d)[count]) {
@@ -58,10 +47,17 @@ __device__ __forceinline__ void multiply_keys(float* d, u64 queries, u64 keys) {
                : D_REGS("+f", d) : "l"(queries), "l"(keys), "n"(add));
 }
 
-// Weights of 16 keys times their values.
+// Weights of 16 keys times 64 columns of their values.
 __device__ __forceinline__ void multiply_values(float* d, const u32* weights, u64 values) {
-  asm volatile("wgmma.mma_async.sync.aligned." SUM_SIZE "k16.f32." TYPE "." TYPE " " SUM_LIST ", " SUM_OPERANDS ", 1, 1, 1, 1;"
-               : SUM_REGS("+f", d) : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values));
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" D32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
+               : R32("+f", d, 0) : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values));
+}
+
+// The same of the last ones, and eight columns of ones.
+__device__ __forceinline__ void multiply_last(float* d, const u32* weights, u64 values) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n72k16.f32." TYPE "." TYPE " {" D32 ",%32,%33,%34,%35}, {%36,%37,%38,%39},"
+               " %40, 1, 1, 1, 1;" : R32("+f", d, 0), R4("+f", d, 32)
+               : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values));
 }
 
 // The box of queries: 64 numbers of each of GROUP heads of TOKENS tokens.
@@ -75,11 +71,6 @@ __device__ __forceinline__ float power(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-
-// ptxas waits for products as early as it may, so for both at once: a store of a value keeps a wait after what makes it.
-__device__ __forceinline__ void hold_next_wait(u32 slot, float value) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(slot), "f"(value) : "memory");
 }
 
 // All threads of a group of four warps.
@@ -140,7 +131,6 @@ struct Items {
 
 struct Barriers {
   u32 full_queries, empty_queries, full_keys, empty_keys, full_values, empty_values;
-  u32 slots;  // of threads, which nobody reads
 };
 
 // What one warp does.
@@ -196,33 +186,43 @@ __device__ __forceinline__ void feed(const TensorMap& q, const TensorMap& k_cach
   }
 }
 
-// A thread's rows, two of 64: near the running maximum of products, and its own part of the sum of weights.
+// A thread's rows, two of 64. A weight is two to the power of what a product is above `zero`, which lies HEADROOM over the
+// largest product when it was set. It is set again when a product reaches it: mostly nothing that was summed up fades.
 struct Softmax {
-  float most[2], total[2];
+  float zero[2];
+  bool unseen[2];  // no key so far
 
-  // Weights in the place of products. What was summed up before is to be multiplied with `fade`.
-  __device__ __forceinline__ void weigh(float* scores, float scale, float* fade) {
+  // Products to what they are above zero. `await`: until `sum` holds what was summed up before the turn, not the first one.
+  template <bool is_first, class Await>
+  __device__ __forceinline__ void level(float* scores, float scale, float* sum, Await await) {
+    u32 signs = ~0u;
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; i += 2) {
+#pragma unroll
+      for (int e = i; e < i + 2; e++) scores[e] = fmaf(scores[e], scale, -zero[i / 2 % 2]);
+      signs &= __float_as_uint(scores[i]) & __float_as_uint(scores[i + 1]);
+    }
+    if (!is_first) {
+      if (!__any_sync(~0u, (int)signs >= 0 || unseen[0] || unseen[1])) return;
+      await();
+    }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float high = most[r];
+      float high = LOWEST;
 #pragma unroll
       for (int i = 0; i < KEYS / 8; i++) high = fmaxf(high, fmaxf(scores[i * 4 + r * 2], scores[i * 4 + r * 2 + 1]));
       high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
       high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
-      if (WIDTH == 64 && (high - most[r]) * scale <= MOST_ABOVE) high = most[r];  // then nothing fades
-      const float zero = high == LOWEST ? 0.f : high * scale;  // a row may see none of the keys so far
-      fade[r] = power(most[r] * scale - zero);
-      most[r] = high;
-      float sum = 0.f;
+      if (high == LOWEST || (high < 0.f && !unseen[r])) continue;
+      const float up = high + HEADROOM, fade = unseen[r] ? 0.f : power(-up);
+      unseen[r] = false;
+      zero[r] += up;
 #pragma unroll
-      for (int i = 0; i < KEYS / 8; i++)
+      for (int i = 0; i < KEYS / 2; i++)
+        if (i / 2 % 2 == r) scores[i] -= up;
 #pragma unroll
-        for (int e = r * 2; e < r * 2 + 2; e++) {
-          const float weight = power(fmaf(scores[i * 4 + e], scale, -zero));
-          scores[i * 4 + e] = weight;
-          sum += weight;
-        }
-      total[r] = total[r] * fade[r] + sum;
+      for (int i = 0; i < SUMS; i++)
+        if (!is_first && i / 2 % 2 == r) sum[i] *= fade;
     }
   }
 };
@@ -231,12 +231,12 @@ struct Softmax {
 __device__ __forceinline__ void mask(float* scores, const Turn& turn, int row, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const int own = turn.behind + (row + r * 8) / GROUP;
+    const int own = turn.behind + (row + r * 8) / GROUP - (lane & 3) * 2;
 #pragma unroll
     for (int i = 0; i < KEYS / 8; i++)
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const int key = i * 8 + (lane & 3) * 2 + e;
+        const int key = i * 8 + e;
         if (key > own || (WINDOW && key <= own - WINDOW)) scores[i * 4 + r * 2 + e] = LOWEST;
       }
   }
@@ -264,17 +264,26 @@ __device__ __forceinline__ void ask_for_scores(float* scores, u32 queries, u32 k
   }
 }
 
-__device__ __forceinline__ void ask_for_sums(float* sum, const u32 (*weights)[4], u32 values) {
-  const u64 b = descriptor_of_values(values);
+// `ones` is how many bytes these lie behind the values.
+__device__ __forceinline__ void ask_for_sums(float* sum, const u32 (*weights)[4], u32 values, u32 ones) {
+  constexpr int last = PARTS - 1, step = 16 * 128 / 16;
+  const u64 first = descriptor_of_values(values, 0);
+  const u64 second = descriptor_of_values(values + last * PART_TILE, ones - last * PART_TILE);
 #pragma unroll
-  for (int s = 0; s < KEYS / 16; s++) multiply_values(sum, weights[s], b + s * (16 * 128 / 16));
+  for (int s = 0; s < KEYS / 16; s++) {
+    if (last) multiply_values(sum, weights[s], first + s * step);
+    multiply_last(sum + last * 32, weights[s], second + s * step - ((u64)(s * step) << 16));  // the same ones every time
+  }
 }
 
-__device__ __forceinline__ void pack_weights(u32 (*weights)[4], const float* scores) {
+// In place first: ptxas finds no registers for what goes straight into weights.
+__device__ __forceinline__ void make_weights(u32 (*weights)[4], float* above) {
+#pragma unroll
+  for (int i = 0; i < KEYS / 2; i++) above[i] = power(above[i]);
 #pragma unroll
   for (int s = 0; s < KEYS / 16; s++)
 #pragma unroll
-    for (int i = 0; i < 4; i++) weights[s][i] = pack(scores[s * 8 + i * 2], scores[s * 8 + i * 2 + 1]);
+    for (int i = 0; i < 4; i++) weights[s][i] = pack(above[s * 8 + i * 2], above[s * 8 + i * 2 + 1]);
 }
 
 // Each of four neighbouring lanes has a word of each of four pieces; after it, the words of one piece.
@@ -292,16 +301,14 @@ __device__ __forceinline__ uint4 gathered(u32 (&words)[4], int lane) {
 }
 
 // A thread's rows of the result.
-__device__ __forceinline__ void store(u16* out, const Item& item, int heads, const float* sinks, float scale,
-                                      const Softmax& rows, const float* sum, int row, int lane) {
+__device__ __forceinline__ void store(u16* out, const Item& item, int heads, const float* sinks, const Softmax& rows,
+                                      const float* sum, int row, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    float total = rows.total[r];
-    total += __shfl_xor_sync(~0u, total, 1);
-    total += __shfl_xor_sync(~0u, total, 2);
+    float total = sum[WIDTH / 2 + r * 2];
     const int own = row + r * 8, token = item.begin + own / GROUP;
 #if SINKS
-    total += power(sinks[item.head * GROUP + own % GROUP] * LOG2E - rows.most[r] * scale);
+    total += power(sinks[item.head * GROUP + own % GROUP] * LOG2E - rows.zero[r]);
 #endif
     const float part = 1.f / total;
     const u64 nth = ((u64)(item.first + token) * heads + item.head) * GROUP + own % GROUP;
@@ -333,11 +340,11 @@ __device__ __forceinline__ void attend(Items items, u16* out, const float* sinks
   for (Item item = items.next(), following; item.fed; item = following) {
     following = items.next();
     const int turns = item.turns();
-    Softmax rows = {{LOWEST, LOWEST}, {0.f, 0.f}};
-    float scores[KEYS / 2], sum[WIDTH / 2], fade[2];
+    Softmax rows = {{0.f, 0.f}, {true, true}};
+    float scores[KEYS / 2], sum[SUMS];
     u32 weights[KEYS / 16][4];
 #pragma unroll
-    for (int i = 0; i < WIDTH / 2; i++) sum[i] = 0.f;
+    for (int i = 0; i < SUMS; i++) sum[i] = 0.f;
     const auto await_values = [&](int nth) {
       await_phase(at.full_values + 8 * value.stage, value.parity);
       const Turn turn = turn_of(item, nth);
@@ -348,7 +355,10 @@ __device__ __forceinline__ void attend(Items items, u16* out, const float* sinks
       if (lane == 0) arrive_at(at.empty_values + 8 * value.stage);
       advance<STAGES>(value);
     };
-    const auto weigh_keys = [&](int nth) {
+    const auto ask_for_values = [&] {
+      ask_for_sums(sum, weights, values + value.stage * TILE, (STAGES - value.stage) * TILE);
+    };
+    const auto leave_keys = [&](int nth) {
       fence_all(scores);
       if (lane == 0) {
         arrive_at(at.empty_keys + 8 * key.stage);
@@ -357,7 +367,6 @@ __device__ __forceinline__ void attend(Items items, u16* out, const float* sinks
       advance<STAGES>(key);
       const Turn turn = turn_of(item, nth);
       if (turn.behind < KEYS - 1 || (WINDOW && turn.behind + TOKENS > WINDOW)) mask(scores, turn, row, lane);
-      rows.weigh(scores, scale, fade);
     };
 
     await_phase(at.full_queries, round);
@@ -369,8 +378,9 @@ __device__ __forceinline__ void attend(Items items, u16* out, const float* sinks
     end_products();
     give_turn(next_group);
     await_products<0>();
-    weigh_keys(0);
-    pack_weights(weights, scores);
+    leave_keys(0);
+    rows.level<true>(scores, scale, sum, [] {});
+    make_weights(weights, scores);
     for (int nth = 1; nth < turns; nth++) {
       await_values(nth - 1);
       await_phase(at.full_keys + 8 * key.stage, key.parity);
@@ -379,28 +389,27 @@ __device__ __forceinline__ void attend(Items items, u16* out, const float* sinks
       begin_products();
       ask_for_scores(scores, own_queries, keys + key.stage * TILE);
       end_products();
-      ask_for_sums(sum, weights, values + value.stage * TILE);
+      ask_for_values();
       end_products();
       give_turn(next_group);
       await_products<1>();
-      weigh_keys(nth);
-      hold_next_wait(at.slots + thread * 4, rows.total[0] + rows.total[1]);
+      leave_keys(nth);
+      rows.level<false>(scores, scale, sum, [&] {
+        await_products<0>();
+        fence_all(sum);
+      });
       await_products<0>();
       leave_values();
-      if (__any_sync(~0u, fade[0] != 1.f || fade[1] != 1.f)) {
-#pragma unroll
-        for (int i = 0; i < WIDTH / 2; i++) sum[i] *= fade[i / 2 % 2];
-      }
-      pack_weights(weights, scores);
+      make_weights(weights, scores);
     }
     await_values(turns - 1);
     fence_all(sum);
     begin_products();
-    ask_for_sums(sum, weights, values + value.stage * TILE);
+    ask_for_values();
     end_products();
     await_products<0>();
     leave_values();
-    store(out, item, items.heads, sinks, scale, rows, sum, row, lane);
+    store(out, item, items.heads, sinks, rows, sum, row, lane);
   }
 }
 
@@ -412,10 +421,10 @@ prompt_attention(const __grid_constant__ TensorMap q, const __grid_constant__ Te
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
   const u32 start = shared_address(memory), queries = (start + 1023) & ~1023u;
-  const u32 keys = queries + PARTS * PART_QUERIES, values = keys + STAGES * TILE, bars = values + STAGES * TILE;
+  const u32 keys = queries + PARTS * PART_QUERIES, values = keys + STAGES * TILE,
+            ones = values + STAGES * TILE, bars = ones + ONES_BYTES;
   const u32 rings = bars + 16;  // of keys and of values, full and empty
-  const Barriers at = {bars, bars + 8, rings, rings + 8 * STAGES, rings + 16 * STAGES, rings + 24 * STAGES,
-                       rings + 32 * STAGES};
+  const Barriers at = {bars, bars + 8, rings, rings + 8 * STAGES, rings + 16 * STAGES, rings + 24 * STAGES};
   if (thread == 0) {
     make_barrier(at.full_queries, 1);
     make_barrier(at.empty_queries, CONSUMERS);
@@ -428,6 +437,10 @@ prompt_attention(const __grid_constant__ TensorMap q, const __grid_constant__ Te
     }
     publish_barriers();
   }
+  // Rows of queries that no item fills are zeros: other numbers would move their `zero` every turn.
+  for (int i = thread; i < PARTS * PART_QUERIES / 4; i += THREADS) ((u32*)(memory + (queries - start)))[i] = 0;
+  for (int i = thread; i < ONES_BYTES / 4; i += THREADS) ((u32*)(memory + (ones - start)))[i] = pack(1.f, 1.f);
+  show_to_copies();
   __syncthreads();
   let_next_start();
   wait_for_previous();
