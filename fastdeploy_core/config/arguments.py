@@ -39,9 +39,15 @@ from .server import ServerConfig
 from .speculative import read_speculative
 
 __all__ = [
-    "ARGUMENTS", "Argument", "build_engine_config", "build_server_config", "normalise", "of_scope",
-    "rows_of", "with_defaults",
-]  # fmt: skip
+    "ARGUMENTS",
+    "Argument",
+    "build_engine_config",
+    "build_server_config",
+    "normalise",
+    "of_scope",
+    "rows_of",
+    "with_defaults",
+]
 
 DEFAULT_BATCHED_TOKENS = 2048
 

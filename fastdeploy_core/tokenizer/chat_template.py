@@ -34,17 +34,43 @@ MAX_KWARGS = 32
 NEAR = 0.8  # of names that are one misspelt, as difflib compares them
 _unread: set[str] = set()  # names that the log told
 # Switches that clients send to any model; a template that does not know them ignores them.
-COMMON_KWARGS = frozenset({
-    "date_string", "enable_thinking", "reasoning_effort", "thinking", "thinking_budget",
-    "thinking_mode", "tool_choice",
-})  # fmt: skip
+COMMON_KWARGS = frozenset(
+    {
+        "date_string",
+        "enable_thinking",
+        "reasoning_effort",
+        "thinking",
+        "thinking_budget",
+        "thinking_mode",
+        "tool_choice",
+    }
+)
 # Names that the server sets itself; a request that set them would change what is rendered or how.
-RESERVED_NAMES = frozenset({
-    "add_generation_prompt", "add_special_tokens", "bos_token", "chat_template",
-    "continue_final_message", "conversation", "dict", "documents", "eos_token", "messages",
-    "namespace", "pad_token", "raise_exception", "return_dict", "return_tensors", "strftime_now",
-    "tokenize", "tokenizer", "tools", "truncation", "unk_token",
-})  # fmt: skip
+RESERVED_NAMES = frozenset(
+    {
+        "add_generation_prompt",
+        "add_special_tokens",
+        "bos_token",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "dict",
+        "documents",
+        "eos_token",
+        "messages",
+        "namespace",
+        "pad_token",
+        "raise_exception",
+        "return_dict",
+        "return_tensors",
+        "strftime_now",
+        "tokenize",
+        "tokenizer",
+        "tools",
+        "truncation",
+        "unk_token",
+    }
+)
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning", "thoughts")
 _USUAL_ROLES = {"developer": "system", "function": "tool"}
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -112,10 +138,6 @@ def _tojson(
     )
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)  # local time, as the templates' authors expect
-
-
 @functools.cache
 def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """The sandbox, with everything that chat templates of Hugging Face models expect."""
@@ -128,7 +150,8 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     env.filters["tojson"] = _tojson
     env.globals.update(
         raise_exception=_raise_exception,
-        strftime_now=_strftime_now,
+        # local time, as the templates' authors expect
+        strftime_now=lambda pattern: datetime.now().strftime(pattern),
         dict=_Dict(),
         namespace=_Namespace,
     )
