@@ -25,11 +25,13 @@ _SAME: Final = {
 # What cannot be had, and why; a value that asks for nothing is taken.
 _REFUSED: Final = {
     "flat_logprobs": "log-probabilities come as one dictionary for each token",
+    "logits_processors": "LLM(logits_processors=[...]) loads them for all requests",
     "repetition_detection": "use repetition_penalty or frequency_penalty",
     "routed_experts_prompt_start": "an output tells the experts of all tokens",
     "skip_reading_prefix_cache": "give the prompt a cache_salt of its own",
     "temp_scaled_logprobs": "LLM(logprobs_mode=...) chooses for all requests",
     "top_p_normalized_logprobs": "LLM(logprobs_mode=...) chooses for all requests",
+    "truncate_prompt_tokens": "generate(..., tokenization_kwargs={'truncate_prompt_tokens': N})",
 }
 
 
@@ -52,11 +54,13 @@ class SamplingParams(types.SamplingParams, kw_only=True):
     output_kind: Any = None
     skip_clone: bool = False
     flat_logprobs: bool = False
+    logits_processors: Any = None
     repetition_detection: Any = None
     routed_experts_prompt_start: int = 0
     skip_reading_prefix_cache: bool | None = None
     temp_scaled_logprobs: bool = False
     top_p_normalized_logprobs: bool = False
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, reason in _REFUSED.items():

@@ -127,8 +127,6 @@ class Executor:
         """Queue a step. It may start before earlier ones have finished, not before they started."""
         if self._is_direct:
             return _Launched(lambda: self._worker.launch(step))
-        if self._peers is None:
-            return self._submit(lambda: self._worker.launch(step), is_step=True)
         return self._submit(lambda: self._launch_everywhere(step), is_step=True)
 
     def control(self, action: dict[str, Any]) -> list[dict[str, Any]]:
@@ -164,8 +162,8 @@ class Executor:
         return info
 
     def _launch_everywhere(self, step: SchedulerOutput) -> Any:
-        assert self._peers is not None, "there are other ranks"
-        self._peers.send(step)
+        if self._peers is not None:
+            self._peers.send(step)
         return self._worker.launch(step)
 
     def _start_waiter(self, info: WorkerInfo) -> None:

@@ -344,6 +344,8 @@ def _prepare_message(
         content = message["content"] = ""  # the turn ended in its thinking
     if isinstance(content, dict) and message["role"] == "tool":  # as FastDeploy 2.x takes results
         content = message["content"] = json.dumps(content, ensure_ascii=False)
+    if isinstance(content, list) and message["role"] == "assistant":
+        content = _take_thinking(message, content, where)
     if isinstance(content, list) or (content is None and keep_parts):  # beside calls of tools
         parts = TextParts(_parts(content or [], where, kinds if keep_parts else ()))
         message["content"] = parts if keep_parts else str(parts)
@@ -361,6 +363,23 @@ def _prepare_message(
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return message
+
+
+def _take_thinking(message: dict[str, Any], parts: list[Any], where: str) -> list[Any]:
+    """The parts without those of thinking, as Mistral's and Anthropic's clients return them, which
+    become the message's reasoning."""
+    others, thoughts = [], []
+    for part in parts:
+        thought = part.get("thinking") if isinstance(part, dict) else None
+        if isinstance(thought, list):
+            thought = "".join(each["text"] for each in _parts(thought, where, ()))
+        if isinstance(thought, str):
+            thoughts.append(thought)
+        else:
+            others.append(part)
+    if thoughts:
+        message.setdefault("reasoning_content", "".join(thoughts))
+    return others
 
 
 def _parts(parts: list[Any], where: str, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -241,6 +241,7 @@ def test_required_calls_are_forced_by_a_grammar(
     assert choice["finish_reason"] == "tool_calls"
     assert engine.requests[-1].grammar
     same(choice, streamed(client, tool_choice="required"))
+    same(choice, streamed(client, tool_choice="any"))  # Mistral's word
 
 
 def test_forced_tools_may_define_one_name_differently_and_refer_to_themselves(

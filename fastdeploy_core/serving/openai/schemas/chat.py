@@ -57,6 +57,11 @@ class ChatCompletionRequest(SamplingFields):
     add_special_tokens: bool = False  # a chat template writes them itself
     echo: bool | None = None
 
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _as_required(cls, value: Any) -> Any:
+        return "required" if value == "any" else value  # Mistral's word
+
     @field_validator("messages")
     @classmethod
     def _check_messages(cls, value: Any) -> Any:
