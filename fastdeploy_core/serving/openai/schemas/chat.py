@@ -103,6 +103,9 @@ class ChatCompletionRequest(SamplingFields):
             raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
         if self.logprob_token_ids and not self.logprobs:
             raise InvalidRequest("logprob_token_ids needs logprobs=true", param="logprob_token_ids")
+        last = self.messages[-1] if self.messages else None
+        if isinstance(last, dict) and last["role"] == "assistant" and last.get("prefix") is True:
+            self.continue_final_message = True  # Mistral's and DeepSeek's way to say it
         if self.add_generation_prompt and self.continue_final_message:
             self.add_generation_prompt = "add_generation_prompt" in self.model_fields_set
             if self.add_generation_prompt:
