@@ -15,6 +15,10 @@ MAX_MESSAGES = 2048
 MAX_TOOLS = 1024
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TOOL_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_CHOICES = (
+    'tool_choice must be none, auto, required, {"type": "function", "function": {"name": ...}} or '
+    '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}'
+)
 # FastDeploy 2.x read template switches from `metadata` and the body; these are still read there.
 _METADATA_KWARGS = ("enable_thinking", "thinking_mode")
 
@@ -59,8 +63,12 @@ class ChatCompletionRequest(SamplingFields):
 
     @field_validator("tool_choice", mode="before")
     @classmethod
-    def _as_required(cls, value: Any) -> Any:
-        return "required" if value == "any" else value  # Mistral's word
+    def _known_choice(cls, value: Any) -> Any:
+        if value == "any":  # Mistral's word
+            return "required"
+        if not isinstance(value, dict | None) and value not in ("none", "auto", "required"):
+            raise InvalidRequest(_CHOICES, param="tool_choice")
+        return value
 
     @field_validator("messages")
     @classmethod
@@ -186,11 +194,7 @@ def _named(choice: Any) -> str:
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if choice.get("type", "function") != "function" or not isinstance(name, str):
-        raise InvalidRequest(
-            'tool_choice must be none, auto, required, {"type": "function", "function": {"name": '
-            '...}} or {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}',
-            param="tool_choice",
-        )
+        raise InvalidRequest(_CHOICES, param="tool_choice")
     return name
 
 
