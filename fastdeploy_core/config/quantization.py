@@ -24,8 +24,12 @@ _ERNIE_WINT4: Final = {
 }
 _KV_ONLY: Final = "kvcache"
 _OWN_WORDS: Final = (
-    "quantization", "algo", "kv_cache_quant_type", "is_quantized", "is_moe_quantized",
-)  # fmt: skip
+    "quantization",
+    "algo",
+    "kv_cache_quant_type",
+    "is_quantized",
+    "is_moe_quantized",
+)
 
 
 @dataclass(frozen=True, slots=True)
