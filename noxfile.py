@@ -137,6 +137,7 @@ LIGHT = {
 CLIENTS = {
     "aiperf": "aiperf",
     "anthropic": "anthropic",
+    "cohere": "cohere",
     "dspy": "dspy[numpy]",
     "guidance": "guidance openai",
     "guidellm": "guidellm",
@@ -147,6 +148,7 @@ CLIENTS = {
     "litellm": "litellm",
     "llama-index-llms-openai-like": "llama-index-llms-openai-like",
     "lm-eval": "lm-eval[api]",
+    "mistralai": "mistralai",
     "openai": "openai",
     "openai-agents": "openai-agents",
     "outlines": "outlines openai",

@@ -25,11 +25,17 @@ _SAME: Final = {
 # What cannot be had, and why; a value that asks for nothing is taken.
 _REFUSED: Final = {
     "flat_logprobs": "log-probabilities come as one dictionary for each token",
+    "logits_processors": "LLM(logits_processors=[...]) loads them for all requests",
+    "prompt_logprob_start": "prompt_logprobs are those of the whole prompt",
+    "prompt_logprob_token_ids": "prompt_logprobs=-1 gives those of every token",
     "repetition_detection": "use repetition_penalty or frequency_penalty",
     "routed_experts_prompt_start": "an output tells the experts of all tokens",
     "skip_reading_prefix_cache": "give the prompt a cache_salt of its own",
+    "stream_interval": "stream=True gives the tokens of each step; servers have stream_interval",
     "temp_scaled_logprobs": "LLM(logprobs_mode=...) chooses for all requests",
     "top_p_normalized_logprobs": "LLM(logprobs_mode=...) chooses for all requests",
+    "trace_decode_token_ids": "put the tokens into the prompt and ask for prompt_logprobs",
+    "truncate_prompt_tokens": "generate(..., tokenization_kwargs={'truncate_prompt_tokens': N})",
 }
 
 
@@ -52,11 +58,17 @@ class SamplingParams(types.SamplingParams, kw_only=True):
     output_kind: Any = None
     skip_clone: bool = False
     flat_logprobs: bool = False
+    logits_processors: Any = None
+    prompt_logprob_start: int | None = None
+    prompt_logprob_token_ids: list[int] | None = None
     repetition_detection: Any = None
     routed_experts_prompt_start: int = 0
     skip_reading_prefix_cache: bool | None = None
+    stream_interval: int | None = None
     temp_scaled_logprobs: bool = False
     top_p_normalized_logprobs: bool = False
+    trace_decode_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, reason in _REFUSED.items():

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -363,17 +366,18 @@ class LLM:
 
         try:
             while batch.open or batch.ready or batch.has_more():
-                while batch.has_more() and (
-                    not batch.open or (given < most and len(batch.open) < seats)
-                ):
-                    given += give()
-                if batch.has_more() and engine.begin():
-                    most = given + room
-                else:
-                    while batch.has_more() and engine.is_busy():
+                with _interrupts_wait():
+                    while batch.has_more() and (
+                        not batch.open or (given < most and len(batch.open) < seats)
+                    ):
                         given += give()
-                    if not batch.ready:
-                        self._step(engine)
+                    if batch.has_more() and engine.begin():
+                        most = given + room
+                    else:
+                        while batch.has_more() and engine.is_busy():
+                            given += give()
+                        if not batch.ready:
+                            self._step(engine)
                 if collects:  # from here on it is the caller's again
                     gc.enable()
                     collects = False
@@ -389,8 +393,9 @@ class LLM:
                 self._batches.pop(request_id, None)
                 self._processor.remove(request_id)
             if self._engine is not None:
-                engine.abort(list(batch.open))
-                self._settle(engine)
+                with _interrupts_wait():
+                    engine.abort(list(batch.open))
+                    self._settle(engine)
 
     def _step(self, engine: LocalEngine) -> None:
         """One step of the engine; outputs go to the calls they belong to."""
@@ -420,6 +425,30 @@ class LLM:
         if self._engine is None:
             raise ConfigError("this LLM is closed; make a new one")
         return self._engine
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Ctrl-C takes effect after the block, since the engine would lose KV blocks in the middle of
+    its bookkeeping; a second one takes effect at once, since a device may hang."""
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[Any] = []
+
+    def note(*given: Any) -> None:
+        came.append(given)
+        if len(came) > 1:
+            before(*given)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if len(came) == 1:
+            before(*came[0])
 
 
 def _raise_refusal(output: RequestOutput) -> None:

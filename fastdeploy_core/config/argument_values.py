@@ -132,7 +132,9 @@ def _check_bounds(row: Argument, value: Any) -> None:
     if row.type not in ("int", "float"):
         return
     if (row.low is not None and value < row.low) or (row.high is not None and value > row.high):
-        raise ConfigError(f"{row.flag} must be between {row.low:g} and {row.high:g}, got {value}")
+        raise ConfigError(
+            f"{row.flag} must be between {row.low:.9g} and {row.high:.9g}, got {value}"
+        )
 
 
 def _to_str(value: Any) -> str:

@@ -34,14 +34,20 @@ from .engine import (
     WatchdogConfig,
 )
 from .graphs import read_graphs
-from .model import FindModel, find_folder, read_model_config
+from .model import MODEL_SETTINGS, FindModel, find_folder, read_model_config
 from .server import ServerConfig
 from .speculative import read_speculative
 
 __all__ = [
-    "ARGUMENTS", "Argument", "build_engine_config", "build_server_config", "normalise", "of_scope",
-    "rows_of", "with_defaults",
-]  # fmt: skip
+    "ARGUMENTS",
+    "Argument",
+    "build_engine_config",
+    "build_server_config",
+    "normalise",
+    "of_scope",
+    "rows_of",
+    "with_defaults",
+]
 
 DEFAULT_BATCHED_TOKENS = 2048
 
@@ -142,24 +148,13 @@ def _model_config(v: Mapping[str, Any], find: FindModel) -> ModelConfig:
     return read_model_config(
         v["model"],
         {
-            "revision": v["revision"],
-            "download_dir": v["download_dir"],
+            **{name: v[name] for name in MODEL_SETTINGS & v.keys()},
             "tokenizer_path": v["tokenizer"],
             "served_names": tuple(v["served_model_name"] or ()),
-            "dtype": v["dtype"],
-            "max_model_len": v["max_model_len"],
-            "load_format": v["load_format"],
-            "seed": v["seed"],
-            "quantization": v["quantization"] or "",
-            "generation_config": v["generation_config"],
             "override_generation_config": _mapping(v, "override_generation_config"),
             "hf_overrides": _mapping(v, "hf_overrides"),
-            "runner": v["runner"],
-            "convert": v["convert"],
             "pooler_config": _mapping(v, "pooler_config"),
             "chat_template": _chat_template(v["chat_template"]),
-            "trust_special_tokens": v["trust_special_tokens"],
-            "weight_cache": v["weight_cache"],
         },
         find,
     )

@@ -251,11 +251,6 @@ class EngineConfig:
     ] = "raw_logprobs"
 
     @property
-    def most_decode_tokens(self) -> int:
-        """Tokens of the largest step without prompts."""
-        return self.batch.max_num_seqs * (self.kept_states or 1)
-
-    @property
     def kept_states(self) -> int:
         """StateSpec.kept."""
         return 0 if self.speculative is None else 1 + self.speculative.num_speculative_tokens

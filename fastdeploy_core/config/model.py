@@ -25,11 +25,11 @@ _DTYPE_ALIASES: Final = {
     "fp16": "float16",
 }
 _LOAD_FORMATS: Final = ("auto", "safetensors", "dummy")
-# What may be given beside the fields of ModelConfig.
-_BESIDE: Final = (
+# What read_model_config may be given: the fields of ModelConfig, and what stands beside them.
+MODEL_SETTINGS: Final = frozenset(field.name for field in fields(ModelConfig)) | {
     *("override_generation_config", "hf_overrides", "revision", "download_dir"),
     *("runner", "convert", "pooler_config"),
-)
+}
 _MAX_JSON_BYTES: Final = 100_000_000  # an index names each tensor of the largest models
 _DEFAULT_MAX_MODEL_LEN: Final = 2048
 
@@ -84,11 +84,9 @@ def read_model_config(
     mappings merged into generation_config.json and config.json.
     """
     asked = {k: v for k, v in (overrides or {}).items() if v is not None}
-    known = {*_BESIDE, *(field.name for field in fields(ModelConfig))}
-    if unknown := sorted(asked.keys() - known):
-        raise ConfigError(
-            f"unknown model setting {', '.join(unknown)}; possible: {', '.join(sorted(known))}"
-        )
+    if unknown := sorted(asked.keys() - MODEL_SETTINGS):
+        possible = ", ".join(sorted(MODEL_SETTINGS))
+        raise ConfigError(f"unknown model setting {', '.join(unknown)}; possible: {possible}")
     found = find(Path(path).expanduser(), asked)
     hf_config = _flat({**found.hf_config, **asked.get("hf_overrides", {})})
     _check_architectures(hf_config, found.path)

@@ -24,8 +24,12 @@ _ERNIE_WINT4: Final = {
 }
 _KV_ONLY: Final = "kvcache"
 _OWN_WORDS: Final = (
-    "quantization", "algo", "kv_cache_quant_type", "is_quantized", "is_moe_quantized",
-)  # fmt: skip
+    "quantization",
+    "algo",
+    "kv_cache_quant_type",
+    "is_quantized",
+    "is_moe_quantized",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,8 @@ def read_quantization(model: ModelConfig, kv_dtype: str = "auto") -> Quantizatio
             config.setdefault("is_quantized", False)
     declared = _declared_kv(config, stored)
     kv_format, kv_static = declared, bool(declared and stored)
-    if kv_dtype not in ("", "auto") and kv_dtype not in _spellings(declared):
+    is_fp8 = declared == "float8_e4m3fn"
+    if kv_dtype not in ("", "auto", declared, *(("fp8", "fp8_e4m3") if is_fp8 else ())):
         if kv_static:
             notes.append(
                 f"the checkpoint's cache scales ({declared}) are not used: --kv-cache-dtype "
@@ -165,9 +170,3 @@ def _declared_kv(config: Mapping[str, Any], stored: Mapping[str, Any]) -> str:
             "8 bits of type float or int"
         )
     return found
-
-
-def _spellings(declared: str) -> tuple[str, ...]:
-    if declared == "float8_e4m3fn":
-        return (declared, "fp8", "fp8_e4m3")
-    return (declared,) if declared else ()

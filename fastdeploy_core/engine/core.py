@@ -96,7 +96,7 @@ class EngineCore:
             kv.prefix.on_change = self._events.note
         self.scheduler = BatchScheduler(settings, kv)
         self._step_time = StepTime(self.scheduler.roster.clock, is_queued=worker.asynchronous)
-        self.scheduler.limit_prompts(self._most_prompt_tokens)
+        self.scheduler.planner.most_prompt_tokens = self._most_prompt_tokens
         if remote is not None:
             remote.open(self.scheduler)
         self._depth = 2 if (overlap := config.batch.overlap and worker.overlap) else 1
@@ -104,7 +104,7 @@ class EngineCore:
         self._vocab_size, self._has_logprobs = worker.vocab_size, worker.logprobs
         # Requests that are held until what their grammars need is built.
         self._sampling = self._executor.sampling
-        self.scheduler.allow_empty(lambda: not self._in_flight and self._is_awaited)
+        self.scheduler.planner.wants_empty = lambda: not self._in_flight and self._is_awaited
         self._building: dict[str, Future[Any]] = {}
         self._features = frozenset.intersection(*(info.features for info in infos))
         self._num_failures = self._num_idle_plans = 0

@@ -94,13 +94,9 @@ class Executor:
         if self.world_size > 1:
             self._peers = _Peers(self._config, self._resolved, self._fail)
             address = self._peers.address
-            self._peers.send(wire.Load())
-        own = self._submit(lambda: self._load_own(address))
-        infos = [own.result()]
-        if self._peers is not None:
-            infos += [self._wait_peer(self._peers.loaded) for _ in range(1, self.world_size)]
-        self._start_waiter(infos[0])
-        return infos
+        own, *others = self._on_all_ranks(wire.Load(), lambda: self._load_own(address))
+        self._start_waiter(own)
+        return [own, *(loaded.info for loaded in others)]
 
     def initialize_cache(
         self,
@@ -114,14 +110,7 @@ class Executor:
         host_files: where each rank's host tier is to lie, group by group."""
         options = {"host_files": list(host_files)} if host_files else {}
         call = wire.InitializeCache([num_blocks, num_host_blocks, *more_blocks], options)
-        if self._peers is not None:
-            self._peers.send(call)
-        self._submit(
-            lambda: self._worker.initialize_cache(*call.num_blocks, **call.options)
-        ).result()
-        if self._peers is not None:
-            for _ in range(1, self.world_size):
-                self._wait_peer(self._peers.cache_ready)
+        self._on_all_ranks(call, lambda: self._worker.initialize_cache(*call.num_blocks, **options))
 
     @property
     def sampling(self) -> Any:
@@ -138,18 +127,13 @@ class Executor:
         """Queue a step. It may start before earlier ones have finished, not before they started."""
         if self._is_direct:
             return _Launched(lambda: self._worker.launch(step))
-        if self._peers is None:
-            return self._submit(lambda: self._worker.launch(step), is_step=True)
         return self._submit(lambda: self._launch_everywhere(step), is_step=True)
 
     def control(self, action: dict[str, Any]) -> list[dict[str, Any]]:
         """Have all ranks do what part `rollout-worker` knows; one answer per rank."""
-        if self._peers is not None:
-            self._peers.send(wire.Control(action))
-        answers = [self._submit(lambda: self._worker.control(action)).result()]
-        if self._peers is not None:
-            answers += [self._wait_peer(self._peers.answers) for _ in range(1, self.world_size)]
-        return answers
+        call = wire.Control(action)
+        own, *others = self._on_all_ranks(call, lambda: self._worker.control(action))
+        return [own, *(controlled.answer for controlled in others)]
 
     def close(self) -> None:
         """End the other ranks and give the device back. A stuck rank 0 is abandoned. Idempotent."""
@@ -178,8 +162,8 @@ class Executor:
         return info
 
     def _launch_everywhere(self, step: SchedulerOutput) -> Any:
-        assert self._peers is not None, "there are other ranks"
-        self._peers.send(step)
+        if self._peers is not None:
+            self._peers.send(step)
         return self._worker.launch(step)
 
     def _start_waiter(self, info: WorkerInfo) -> None:
@@ -250,13 +234,19 @@ class Executor:
             with contextlib.suppress(InvalidStateError):
                 future.set_exception(failure)
 
-    def _wait_peer(self, answers: queue.SimpleQueue[Any]) -> Any:
-        while True:
+    def _on_all_ranks(self, message: wire.ToWorker, own: Callable[[], Any]) -> list[Any]:
+        """What `own` returns on rank 0, and what the other ranks answer to the message."""
+        if self._peers is None:
+            return [self._submit(own).result()]
+        self._peers.send(message)
+        answers = [self._submit(own).result()]
+        while len(answers) < self.world_size:
             try:
-                return answers.get(timeout=POLL_MS / 1000)
+                answers.append(self._peers.answers.get(timeout=POLL_MS / 1000))
             except queue.Empty:
                 if self._failure is not None:
                     raise self._failure from None
+        return answers
 
 
 class _Peers:
@@ -270,9 +260,7 @@ class _Peers:
     ) -> None:
         self._on_failure = on_failure
         self._is_stopping = False
-        self.loaded: queue.SimpleQueue[WorkerInfo] = queue.SimpleQueue()
-        self.cache_ready: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._folder = child.PrivateFolder("tp")
         address_folder = self._folder.path / "group"
         address_folder.mkdir(mode=0o700)
@@ -345,14 +333,10 @@ class _Peers:
                     return
 
     def _take(self, message: wire.FromWorker) -> None:
-        if isinstance(message, wire.Loaded):
-            self.loaded.put(message.info)
-        elif isinstance(message, wire.CacheReady):
-            self.cache_ready.put(message.rank)
-        elif isinstance(message, wire.Controlled):
-            self.answers.put(message.answer)
-        else:
+        if isinstance(message, wire.WorkerFailed):
             self._on_failure(rank_failure(message))
+        else:
+            self.answers.put(message)
 
 
 def rank_failure(message: wire.WorkerFailed) -> FastDeployError:

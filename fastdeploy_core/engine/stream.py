@@ -24,11 +24,6 @@ LOGPROB_BYTES = 96  # the token id included
 class OutputStream:
     """The stream of one request. Belongs to one event loop."""
 
-    __slots__ = (
-        "_chunk_tokens", "_delivered", "_error", "_num_bytes", "_position", "_stalled_s",
-        "_waiter", "_waiting", "began_s", "is_ended", "is_repeated", "request",
-    )  # fmt: skip
-
     def __init__(self, request: Request, chunk_tokens: int = 1) -> None:
         """chunk_tokens: a delta waits until a sequence has this many new tokens. The first and the
         last delta come at once, and so does the end of any sequence."""

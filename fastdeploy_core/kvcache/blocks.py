@@ -22,11 +22,6 @@ class BlockPool:
     block back with its content.
     """
 
-    __slots__ = (
-        "_cached_free", "_free", "_is_cached", "_quarantined", "_references", "num_blocks",
-        "on_evict",
-    )  # fmt: skip
-
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.on_evict: Callable[[int, bool], None] | None = None

@@ -71,11 +71,6 @@ class BlockTable:
     preempted sequence is not hashed again. `more` are the blocks of bounded groups (groups.py).
     """
 
-    __slots__ = (
-        "anchors", "blocks", "embeddings", "is_cacheable", "keys", "more", "num_committed",
-        "num_passed", "packed", "root", "scope", "tail",
-    )  # fmt: skip
-
     def __init__(self, scope: Scope, root: bytes, embeddings: Sequence[EmbeddedSpan] = ()) -> None:
         self.scope = scope
         self.root = root

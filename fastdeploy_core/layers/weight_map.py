@@ -22,7 +22,7 @@ Region = tuple[slice, ...]
 # Content with `--load-format dummy`: noise, random bits of the stored dtype, or one number
 # everywhere.
 Fill = Literal["normal", "bits"] | float
-_FLOATS = ("float32", "float16", "bfloat16")
+_FLOATS = {"float32", "float16", "bfloat16"}
 
 
 @dataclass(slots=True)
@@ -36,9 +36,7 @@ class Placement:
     is_linear: bool = False  # the Paddle layout stores it with its last two dimensions swapped
     fill: Fill = "normal"
     required: bool = True
-    dtype: str = (
-        ""  # dtype that the checkpoint must have; empty: any; float dtypes stand for each other
-    )
+    dtype: str = ""  # of the checkpoint; empty: any; float dtypes stand for each other
     is_held: bool = False  # the layer has the value already: the tensor is checked, not read
     done: bool = False
 
@@ -56,7 +54,8 @@ class Placement:
                 f"weight {self.name} comes twice in the checkpoint; expected it once, alone or "
                 "joined with others"
             )
-        if not self._holds(stored.dtype):
+        given = stored.dtype
+        if self.dtype not in ("", given) and not {self.dtype, given} <= _FLOATS:
             raise WeightError(
                 f"weight {self.name} is stored as {stored.dtype}; quantization_config of "
                 "config.json "
@@ -70,11 +69,6 @@ class Placement:
         else:
             self.accept(stored.read(*self.region))
         self.done = True
-
-    def _holds(self, dtype: str) -> bool:
-        if not self.dtype or dtype == self.dtype:
-            return True
-        return dtype in _FLOATS and self.dtype in _FLOATS
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ import numpy as np
 from fastdeploy_core.types import SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.tensor import Tensor
 
@@ -112,10 +114,6 @@ class SamplingColumns:
         self.bias[slot], self.named[slot] = None, []
         self.version += 1
 
-    def plan(self, slots: np.ndarray, device: DeviceBackend) -> SamplingPlan:
-        """The plan of these rows."""
-        return SamplingPlan(self, slots, device)
-
 
 class SamplingPlan:
     """Everything about a batch of sampling rows that stays the same while its rows do.
@@ -141,9 +139,7 @@ class SamplingPlan:
     @property
     def slots_dev(self) -> Tensor:
         """[rows] int64; captured graphs do not use it."""
-        if "slots" not in self._parts:
-            self._parts["slots"] = self._to_device(self.slots)
-        return self._parts["slots"]
+        return self._uploaded("slots", lambda: self.slots)
 
     def matches(self, columns: SamplingColumns, slots: np.ndarray) -> bool:
         """Whether this plan still describes these rows."""
@@ -198,32 +194,21 @@ class SamplingPlan:
 
     def column(self, name: str, flag: int) -> Tensor:
         """A parameter column on the device, of the rows that have the flag."""
-        key = f"{name}{flag}"
-        if key not in self._parts:
-            values = getattr(self._columns, name)[self.slots[self.rows(flag)]]
-            self._parts[key] = self._to_device(values)
-        return self._parts[key]
+        column: np.ndarray = getattr(self._columns, name)
+        return self._uploaded(f"{name}{flag}", lambda: column[self.slots[self.rows(flag)]])
 
     def is_random_dev(self) -> Tensor:
         """[rows] bool on the device: rows that sample at random."""
-        if "is_random" not in self._parts:
-            self._parts["is_random"] = self._to_device((self.row_flags & RANDOM) != 0)
-        return self._parts["is_random"]
+        return self._uploaded("is_random", lambda: (self.row_flags & RANDOM) != 0)
 
     def slots_with(self, flag: int) -> Tensor:
         """Slots of the rows that have the flag, on the device."""
-        key = f"slots{flag}"
-        if key not in self._parts:
-            self._parts[key] = self._to_device(self.slots[self.rows(flag)])
-        return self._parts[key]
+        return self._uploaded(f"slots{flag}", lambda: self.slots[self.rows(flag)])
 
     def first_flat(self, flag: int) -> Tensor:
         """slot * vocabulary size of the rows that have the flag, on the device."""
-        key = f"flat{flag}"
-        if key not in self._parts:
-            slots = self.slots[self.rows(flag)]
-            self._parts[key] = self._to_device(slots * self._columns.vocab_size)
-        return self._parts[key]
+        size = self._columns.vocab_size
+        return self._uploaded(f"flat{flag}", lambda: self.slots[self.rows(flag)] * size)
 
     def filter_rows_dev(self) -> Tensor | None:
         """Which of the RANDOM rows are filtered; None when all of them are."""
@@ -250,6 +235,12 @@ class SamplingPlan:
             )
         bias: tuple[Tensor, Tensor] = self._parts["bias"]
         return bias
+
+    def _uploaded(self, key: str, make: Callable[[], np.ndarray]) -> Tensor:
+        """What `make` returns, on the device; made once."""
+        if key not in self._parts:
+            self._parts[key] = self._to_device(make())
+        return self._parts[key]
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return self._device.to_device(np.ascontiguousarray(array))

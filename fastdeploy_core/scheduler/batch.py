@@ -59,7 +59,7 @@ class BatchScheduler:
             is_captured = settings.device.captures_drafts
             self._policy = DraftPolicy(settings.speculative, is_captured=is_captured)
         self._results_s: float | None = None  # when results came last, if there was more to do
-        self._planner = StepPlanner(
+        self.planner = StepPlanner(
             self.roster, settings, self.counters, self._fail_stuck, self._policy
         )
         self._deadlines: list[tuple[float, str]] = []
@@ -169,21 +169,12 @@ class BatchScheduler:
                 self.counters.requests_finished_total[FinishReason.ABORT.value] += 1
                 self.outcome.discard(request_id)
 
-    def limit_prompts(self, most_tokens: Callable[[], tuple[int, bool]]) -> None:
-        """Ask this how many tokens of prompts a step may hold, where prompts may be split, and
-        whether one that was split waits while there is anything else."""
-        self._planner.most_prompt_tokens = most_tokens
-
-    def allow_empty(self, is_wanted: Callable[[], bool]) -> None:
-        """Ask this, where nothing can run, whether to schedule a step of no rows."""
-        self._planner.wants_empty = is_wanted
-
     def schedule(self, most_steps: Mapping[int, int] | None = None) -> ScheduledStep | None:
         """The next step; None: nothing can run yet. most_steps: by seq_id, how many steps of the
         sequence may be in flight; the others' number is not limited."""
         if self._deadlines:
             self._expire()
-        return self._planner.plan(most_steps or {})
+        return self.planner.plan(most_steps or {})
 
     def update(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
         """Take in a step's results; `take_deltas` has the answers."""
@@ -191,7 +182,7 @@ class BatchScheduler:
         self.outcome.apply(step, output)
         if not step.num_tokens:  # it only copied blocks
             return
-        self._planner.note(step, output)
+        self.planner.note(step, output)
         if self._policy is None or self._policy.rests(step.num_decodes):
             self._results_s = None
         else:

@@ -50,7 +50,10 @@ class StepPlanner:
         self._most_lookahead = settings.lookahead_tokens
         self._num_drafts = self._lookahead = 0  # to be made after the step, and tokens beside them
         self._most_steps: Mapping[int, int] = {}
+        # Set by the engine: how many tokens of prompts a step may hold, where prompts may be split,
+        # and whether one that was split waits while there is anything else.
         self.most_prompt_tokens: Callable[[], tuple[int, bool]] | None = None
+        # Likewise: whether to schedule a step of no rows where nothing can run.
         self.wants_empty: Callable[[], bool] = bool
         self._prefills_first = True
         self._keeps_back = self._may_feed = False  # prompts let this step pass; drafts exist

@@ -34,17 +34,43 @@ MAX_KWARGS = 32
 NEAR = 0.8  # of names that are one misspelt, as difflib compares them
 _unread: set[str] = set()  # names that the log told
 # Switches that clients send to any model; a template that does not know them ignores them.
-COMMON_KWARGS = frozenset({
-    "date_string", "enable_thinking", "reasoning_effort", "thinking", "thinking_budget",
-    "thinking_mode", "tool_choice",
-})  # fmt: skip
+COMMON_KWARGS = frozenset(
+    {
+        "date_string",
+        "enable_thinking",
+        "reasoning_effort",
+        "thinking",
+        "thinking_budget",
+        "thinking_mode",
+        "tool_choice",
+    }
+)
 # Names that the server sets itself; a request that set them would change what is rendered or how.
-RESERVED_NAMES = frozenset({
-    "add_generation_prompt", "add_special_tokens", "bos_token", "chat_template",
-    "continue_final_message", "conversation", "dict", "documents", "eos_token", "messages",
-    "namespace", "pad_token", "raise_exception", "return_dict", "return_tensors", "strftime_now",
-    "tokenize", "tokenizer", "tools", "truncation", "unk_token",
-})  # fmt: skip
+RESERVED_NAMES = frozenset(
+    {
+        "add_generation_prompt",
+        "add_special_tokens",
+        "bos_token",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "dict",
+        "documents",
+        "eos_token",
+        "messages",
+        "namespace",
+        "pad_token",
+        "raise_exception",
+        "return_dict",
+        "return_tensors",
+        "strftime_now",
+        "tokenize",
+        "tokenizer",
+        "tools",
+        "truncation",
+        "unk_token",
+    }
+)
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning", "thoughts")
 _USUAL_ROLES = {"developer": "system", "function": "tool"}
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -112,10 +138,6 @@ def _tojson(
     )
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)  # local time, as the templates' authors expect
-
-
 @functools.cache
 def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """The sandbox, with everything that chat templates of Hugging Face models expect."""
@@ -128,7 +150,8 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     env.filters["tojson"] = _tojson
     env.globals.update(
         raise_exception=_raise_exception,
-        strftime_now=_strftime_now,
+        # local time, as the templates' authors expect
+        strftime_now=lambda pattern: datetime.now().strftime(pattern),
         dict=_Dict(),
         namespace=_Namespace,
     )
@@ -321,6 +344,8 @@ def _prepare_message(
         content = message["content"] = ""  # the turn ended in its thinking
     if isinstance(content, dict) and message["role"] == "tool":  # as FastDeploy 2.x takes results
         content = message["content"] = json.dumps(content, ensure_ascii=False)
+    if isinstance(content, list) and message["role"] == "assistant":
+        content = _take_thinking(message, content, where)
     if isinstance(content, list) or (content is None and keep_parts):  # beside calls of tools
         parts = TextParts(_parts(content or [], where, kinds if keep_parts else ()))
         message["content"] = parts if keep_parts else str(parts)
@@ -338,6 +363,23 @@ def _prepare_message(
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return message
+
+
+def _take_thinking(message: dict[str, Any], parts: list[Any], where: str) -> list[Any]:
+    """The parts without those of thinking, as Mistral's and Anthropic's clients return them, which
+    become the message's reasoning."""
+    others, thoughts = [], []
+    for part in parts:
+        thought = part.get("thinking") if isinstance(part, dict) else None
+        if isinstance(thought, list):
+            thought = "".join(each["text"] for each in _parts(thought, where, ()))
+        if isinstance(thought, str):
+            thoughts.append(thought)
+        else:
+            others.append(part)
+    if thoughts:
+        message.setdefault("reasoning_content", "".join(thoughts))
+    return others
 
 
 def _parts(parts: list[Any], where: str, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:

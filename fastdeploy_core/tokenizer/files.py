@@ -16,8 +16,14 @@ from fastdeploy_core.config.model import read_json
 from fastdeploy_core.errors import ConfigError
 
 NAMED_TOKENS = (
-    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
-)  # fmt: skip
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 @dataclass(slots=True)

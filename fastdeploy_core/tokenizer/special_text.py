@@ -53,18 +53,15 @@ class SpecialText:
 
     def mark(self, value: Any) -> Any:
         """The same JSON value with a mark in each special token that its texts and keys hold."""
-        if isinstance(value, str):
-            return self._mark_text(value) if self._first.search(value) else value
+        if isinstance(value, str) and self._first.search(value):
+            while self._special.search(value):  # again, since special tokens may overlap
+                value = self._special.sub(lambda m: m[0][0] + self._mark + m[0][1:], value)
+            return value + self._mark if value.endswith(self._beginnings) else value
         if isinstance(value, dict):
             return {self.mark(key): self.mark(each) for key, each in value.items()}
         if isinstance(value, list):
             return type(value)(map(self.mark, value))
         return value
-
-    def _mark_text(self, text: str) -> str:
-        while self._special.search(text):  # again, since special tokens may overlap
-            text = self._special.sub(lambda m: m[0][0] + self._mark + m[0][1:], text)
-        return text + self._mark if text.endswith(self._beginnings) else text
 
     def unmark(self, rendered: str) -> str:
         """The rendered prompt as it reads; a MarkedText if it holds marks."""

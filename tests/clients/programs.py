@@ -527,6 +527,70 @@ class Haystack:
         are_embeddings([embedder.run(text)["embedding"] for text in TEXTS])
 
 
+class MistralAI:
+    package = "mistralai"
+
+    def __init__(self, url: str, model: str) -> None:
+        from mistralai.client import Mistral
+
+        client = Mistral(server_url=url, api_key=KEY)
+        self.api, self.embeddings = client.chat, client.embeddings
+        self.fields, self.model = {"model": model, "temperature": 0}, model
+
+    def chat(self) -> None:
+        """A second turn, too, with the first one's thinking given back as the library has it."""
+        asked = [{"role": "user", "content": QUESTION}]
+        for _ in range(2):
+            answer = self.api.complete(messages=asked, **self.fields).choices[0].message.content
+            says_beijing(answer)
+            thought = {"type": "thinking", "thinking": [{"type": "text", "text": "I know this."}]}
+            said = {"role": "assistant", "content": [thought, {"type": "text", "text": answer}]}
+            asked = [*asked, said, *asked]
+
+    def stream(self) -> None:
+        asked = [{"role": "user", "content": QUESTION}]
+        events = self.api.stream(messages=asked, **self.fields)
+        is_streamed([event.data.choices[0].delta.content or "" for event in events])
+
+    def tools(self) -> None:
+        asked = [{"role": "user", "content": WEATHER}]
+        for choice in ("auto", "any"):
+            answer = self.api.complete(
+                messages=asked, tools=[TOOL], tool_choice=choice, **self.fields
+            )
+            (call,) = answer.choices[0].message.tool_calls
+            calls_weather(call.function.name, call.function.arguments)
+
+    def structured(self) -> None:
+        asked = [{"role": "user", "content": PERSON}]
+        answer = self.api.parse(messages=asked, response_format=Person, **self.fields)
+        is_anna(answer.choices[0].message.parsed)
+
+    def picture(self) -> None:
+        answer = self.api.complete(messages=[{"role": "user", "content": PARTS}], **self.fields)
+        says_blue(answer.choices[0].message.content)
+
+    def embed(self) -> None:
+        answer = self.embeddings.create(model=self.model, inputs=TEXTS)
+        are_embeddings([entry.embedding for entry in answer.data])
+
+
+class Cohere:
+    package = "cohere"
+
+    def __init__(self, url: str, model: str) -> None:
+        import cohere
+
+        self.client, self.model = cohere.ClientV2(api_key=KEY, base_url=url), model
+
+    def embed(self) -> None:
+        """And the texts ranked by their likeness to the first one."""
+        asked = {"input_type": "search_document", "embedding_types": ["float"]}
+        are_embeddings(self.client.embed(model=self.model, texts=TEXTS, **asked).embeddings.float_)
+        ranked = self.client.rerank(model=self.model, query=TEXTS[0], documents=TEXTS)
+        assert {result.index for result in ranked.results[:2]} == {0, 2}, ranked
+
+
 class Smolagents:
     package = "smolagents"
 
@@ -868,7 +932,7 @@ CLIENTS: dict[str, Callable[[str, str], Any]] = {
     for client in (
         *(OpenAI, LiteLLM, LangChain, LlamaIndex, Instructor, PydanticAI, OpenAIAgents, DSPy),
         *(Haystack, Smolagents, Anthropic, LMEval, Guidance, Outlines, InspectAI, GuideLLM),
-        AIPerf,
+        *(AIPerf, MistralAI, Cohere),
     )
 }
 TASKS = ("chat", "stream", "tools", "structured", "score", "generate", "picture", "embed", "load")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +112,53 @@ def test_who_turns_collections_off_while_reading_a_stream_keeps_them_off(llm: LL
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ctrl_c_while_blocks_are_given_loses_none(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """As in a notebook, whose user goes on with the same LLM."""
+    engine = llm._engine
+    assert engine is not None
+    manager, pressed = type(engine._core.scheduler.kv), 0
+    give = manager.start
+
+    def strike(self: Any, *given: Any, **named: Any) -> Any:
+        nonlocal pressed
+        pressed += 1
+        found = give(self, *given, **named)
+        if pressed == 3:
+            signal.raise_signal(signal.SIGINT)  # before the caller knows of the blocks
+        return found
+
+    monkeypatch.setattr(manager, "start", strike)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        list(llm.generate(PROMPTS, params, use_tqdm=False, stream=stream))
+    assert signal.getsignal(signal.SIGINT) is handler
+    metrics = llm.get_metrics()
+    assert metrics["num_requests"] == metrics["num_blocks_used"] == 0
+    engine._core.scheduler.check_idle()
+    assert len(generate(llm, PROMPTS, params)) == len(PROMPTS)
+
+
+def test_a_second_ctrl_c_does_not_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device may hang."""
+    after = []
+
+    def hang(*_: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        after.append("first")
+        signal.raise_signal(signal.SIGINT)
+        after.append("second")
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(LLM, "_step", hang)
+        generate(llm, "hello", SamplingParams(max_tokens=2))
+    assert after == ["first"]
+    llm._settle(llm._live_engine())
 
 
 def test_what_a_lost_device_was_asked_for_is_done() -> None:

@@ -125,6 +125,11 @@ def test_other_names_of_sampling_parameters_mean_ours() -> None:
     [
         ("best_of", 3),
         ("flat_logprobs", True),
+        ("logits_processors", [print]),
+        ("prompt_logprob_token_ids", [3]),
+        ("stream_interval", 4),
+        ("trace_decode_token_ids", [3]),
+        ("truncate_prompt_tokens", 5),
         ("repetition_detection", {"min_count": 3}),
         ("routed_experts_prompt_start", 4),
         ("skip_reading_prefix_cache", True),

@@ -49,6 +49,7 @@ LARGER_RECORDS = {
     "fastdeploy_core/types/request.py Request",
     "plugins/fd-agent-apis/fd_agent_apis/responses_request.py ResponsesRequest",
     "fastdeploy_core/types/sampling.py SamplingParams",
+    "fastdeploy/sampling_params.py SamplingParams",
     # One field for each number that a report shows.
     "fastdeploy_core/types/engine.py EngineInfo",
     "fastdeploy_core/types/engine.py EngineStats",

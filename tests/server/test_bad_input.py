@@ -49,7 +49,7 @@ MALFORMED = {
     "bool for an integer": MESSAGE + b',"n":true}',
     "bool for a number": MESSAGE + b',"temperature":false}',
     "string for an integer": MESSAGE + b',"n":"3"}',
-    "float for an integer": MESSAGE + b',"n":3.0}',
+    "fraction for an integer": MESSAGE + b',"n":3.5}',
     "string for a bool": MESSAGE + b',"stream":"yes"}',
     "number for a bool": MESSAGE + b',"stream":1}',
     "list for a string": MESSAGE + b',"model":["a"]}',

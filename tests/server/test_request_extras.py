@@ -130,6 +130,21 @@ def test_values_that_mean_nothing_are_refused(
     assert client.post(route, json={**BODIES[route], **fields}).status_code == 400
 
 
+@pytest.mark.parametrize("route", [CHAT, TEXT])
+def test_a_whole_number_may_be_written_with_a_point(
+    engine: ScriptedEngine, client: httpx.Client, route: str
+) -> None:
+    fields = {"max_tokens": 9.0, "top_k": 20.0, "seed": 5.0, "n": 1.0, "temperature": 1.0}
+    response = client.post(route, json={**BODIES[route], **fields})
+    assert response.status_code == 200, response.text
+    sampling = engine.requests[-1].sampling
+    assert (sampling.max_tokens, sampling.top_k, sampling.seed) == (9, 20, 5)
+    for wrong in (9.5, 1e300, "9"):
+        response = client.post(route, json={**BODIES[route], "max_tokens": wrong})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == "max_tokens"
+
+
 def test_a_prompt_is_cut_to_its_last_tokens(
     engine: ScriptedEngine, tokenizer: Tokenizer, client: httpx.Client
 ) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import copy
+from typing import Any
 
 import httpx
 import jsonschema
@@ -241,6 +242,7 @@ def test_required_calls_are_forced_by_a_grammar(
     assert choice["finish_reason"] == "tool_calls"
     assert engine.requests[-1].grammar
     same(choice, streamed(client, tool_choice="required"))
+    same(choice, streamed(client, tool_choice="any"))  # Mistral's word
 
 
 def test_forced_tools_may_define_one_name_differently_and_refer_to_themselves(
@@ -364,6 +366,13 @@ def test_malformed_tools_are_refused(client: httpx.Client, fields: dict) -> None
     response = client.post("/v1/chat/completions", json={**ASK, **fields})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["type"] == "BadRequestError"
+
+
+@pytest.mark.parametrize("choice", ["sometimes", 3, ["auto"], {"type": "function"}])
+def test_a_wrong_tool_choice_hears_what_is_possible(client: httpx.Client, choice: Any) -> None:
+    error = client.post("/v1/chat/completions", json={**ASK, "tool_choice": choice}).json()["error"]
+    assert error["message"].startswith("tool_choice must be none, auto, required, {")
+    assert error["param"] == "tool_choice"
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -104,6 +104,11 @@ def test_every_default_is_the_tables_and_valid(row: Argument) -> None:
     assert not row.help.endswith(".")
 
 
+def test_a_bound_is_written_out() -> None:
+    with pytest.raises(ConfigError, match="between 16 and 16777216, got 100000000"):
+        coerce(ARGUMENTS["max_model_len"], 10**8)
+
+
 @pytest.mark.parametrize(
     "row", [r for r in ROWS if r.type in ("int", "float")], ids=lambda row: row.name
 )

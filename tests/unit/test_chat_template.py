@@ -161,6 +161,20 @@ def test_earlier_thinking_is_found_under_each_name(rich: Tokenizer, name: str) -
     assert "<think>deep</think>x" in prompt
 
 
+@pytest.mark.parametrize("thought", ["deep", [{"type": "text", "text": "de"}, "ep"]])
+def test_parts_of_thinking_are_shown_as_thinking(rich: Tokenizer, thought: Any) -> None:
+    """As the clients of Mistral and Anthropic give an answer back."""
+    parts = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": "x"}]
+    assert "<think>deep</think>x" in rich.apply_chat_template(
+        [{"role": "assistant", "content": parts}]
+    )
+    assert parts[0]["thinking"] is thought  # the caller's messages are not changed
+    with pytest.raises(InvalidRequest, match="thinking"):
+        rich.apply_chat_template([{"role": "user", "content": parts}])
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\]"):
+        rich.apply_chat_template([{"role": "assistant", "content": [{"type": "thinking"}]}])
+
+
 @pytest.mark.parametrize(
     "messages",
     ["hi", {}, [], ["hi"], [{}], [{"role": 1}], [{"role": "user", "content": 3}], None, 7],

@@ -29,11 +29,6 @@ def output_address(folder: Path | str) -> str:
     return f"ipc://{folder}/output"
 
 
-def front_end_address(folder: Path | str, number: int) -> str:
-    """Address at which one of several front ends receives messages of supervisor and engine."""
-    return f"ipc://{folder}/front{number}"
-
-
 class EngineInit(msgspec.Struct, kw_only=True):
     """What an engine process needs to start."""
 

@@ -221,7 +221,7 @@ class Bodies:
             nonlocal received, complete
             # The whole body is here, so no timer is needed; the next message is http.disconnect,
             # which may take long.
-            if complete or (connection is not None and connection.has_body):
+            if complete or (connection is not None and not connection.more_body):
                 message = await receive()
             else:
                 message = await self._in_time(receive, deadline)

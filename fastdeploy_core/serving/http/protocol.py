@@ -38,11 +38,6 @@ class Cycle(RequestResponseCycle):
 
     _on_left: Callable[[], None] | None = None
 
-    @property
-    def has_body(self) -> bool:
-        """Whether the request's whole body has arrived."""
-        return not self.more_body
-
     def abort(self) -> None:
         """Close at once; unsent bytes are lost."""
         self.transport.abort()

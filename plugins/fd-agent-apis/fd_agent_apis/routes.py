@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, HTTPException, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
@@ -54,6 +54,8 @@ def responses_routes() -> ApiRoutes:
 
     @router.api_route("/v1/responses/{path:path}", methods=_METHODS, include_in_schema=False)
     async def stored(path: str) -> Response:
+        if not path:
+            raise HTTPException(404)  # the app knows which route is meant
         raise ApiError(404, f"there is no response {path!r:.80}: {responses_request.STATELESS}")
 
     return ApiRoutes(router)

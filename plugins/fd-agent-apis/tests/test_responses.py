@@ -228,6 +228,12 @@ def test_what_is_stored_elsewhere_is_not_here(oai: openai.OpenAI) -> None:
             ask("resp_1")
 
 
+def test_a_slash_at_the_end_leads_to_the_route(oai: openai.OpenAI) -> None:
+    answer = httpx.post(f"{oai.base_url}responses/", json={"input": "hello"})
+    assert answer.status_code == 307, answer.text
+    assert answer.headers["location"] == "/v1/responses"
+
+
 def test_an_answer_that_was_begun_is_continued(oai: openai.OpenAI) -> None:
     begun = {"type": "message", "role": "assistant", "id": "msg_1", "status": "incomplete"}
     begun["content"] = [{"type": "output_text", "text": "The capital of"}]

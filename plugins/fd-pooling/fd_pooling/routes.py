@@ -59,13 +59,7 @@ def pooling_routes() -> ApiRoutes:
 async def _embeddings(http: Request) -> Response:
     state, settings, body = await _read(http, InputRequest)
     _only(settings, "embed")
-
-    def render(vectors: Vectors, num_tokens: int) -> dict[str, Any]:
-        data = _data("embedding", "embedding", vectors, body)
-        model = state.check_model(body.model)
-        return {"object": "list", "data": data, "model": model, "usage": _usage(num_tokens)}
-
-    return await _answer_input(http, state, body, render)
+    return await _answer_list(http, state, body, "embedding", "embedding")
 
 
 async def _embed(http: Request) -> Response:

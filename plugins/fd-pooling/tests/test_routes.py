@@ -48,6 +48,7 @@ def test_the_openai_client_gets_embeddings_in_either_encoding(
                 model="qwen3-embedding", input=TEXTS, encoding_format=form
             )
             assert [each.index for each in found.data] == list(range(len(TEXTS)))
+            assert found.to_dict()["id"]  # which Mistral's client wants
             vectors = [each.embedding for each in found.data]
             if form == "base64":  # the client leaves it as it is when it was asked for
                 raw = [base64.b64decode(str(vector)) for vector in vectors]

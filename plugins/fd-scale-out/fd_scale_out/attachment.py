@@ -21,6 +21,8 @@ from fastdeploy_core.engine.processes.supervisor import NOT_READY, POLL_MS, List
 from fastdeploy_core.errors import Unavailable, WorkerError
 from fastdeploy_core.types.engine import EngineHealth
 
+from .paths import front_end_address
+
 logger = logging.getLogger(__name__)
 
 
@@ -42,7 +44,7 @@ class Attachment:
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.bind(wire.front_end_address(folder, number))
+        self._socket.bind(front_end_address(folder, number))
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._requests: Any = None

@@ -41,7 +41,7 @@ from fastdeploy_core.types.engine import EngineHealth, EngineInfo
 from .balance import Balance
 from .common import common_health, config_of, meeting_in, named
 from .front_end import METRICS_FOLDER, FrontEndInit, Hello
-from .paths import balance_path, door_path, engine_folder, occupancy_path
+from .paths import balance_path, door_path, engine_folder, front_end_address, occupancy_path
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class _Engine(Listener):
         self._on_dead = on_dead
         own = engine_folder(folder, self.number)
         Path(own).mkdir(mode=0o700)
-        addresses = [wire.front_end_address(own, n) for n in range(num_front_ends)]
+        addresses = [front_end_address(own, n) for n in range(num_front_ends)]
         self._context: zmq.Context[Any] = zmq.Context()
         self._sockets = [connect(self._context, address) for address in addresses]
         self._lock = threading.Lock()  # guards the sockets

@@ -23,3 +23,8 @@ def engine_folder(folder: Path | str, engine: int) -> str:
 def balance_path(folder: Path | str) -> Path:
     """Path of the numbers by which API servers choose an engine (balance.py)."""
     return Path(folder) / "balance"
+
+
+def front_end_address(folder: Path | str, number: int) -> str:
+    """Where one of several API servers receives messages of supervisor and engine."""
+    return f"ipc://{folder}/front{number}"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 from fd_scale_out.attachment import Attachment
+from fd_scale_out.paths import front_end_address
 from null_engine import make_core
 
 from fastdeploy_core.engine.processes import child, wire
@@ -50,7 +51,7 @@ class Told:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(self.context.destroy, linger=0)
         self.folder = self.make_folder()
-        self._supervisor = connect(self.context, wire.front_end_address(self.folder, 0))
+        self._supervisor = connect(self.context, front_end_address(self.folder, 0))
         self.info = make_core().info
 
     def make_folder(self) -> Path:

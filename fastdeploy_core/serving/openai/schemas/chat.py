@@ -15,6 +15,10 @@ MAX_MESSAGES = 2048
 MAX_TOOLS = 1024
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TOOL_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_CHOICES = (
+    'tool_choice must be none, auto, required, {"type": "function", "function": {"name": ...}} or '
+    '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}'
+)
 # FastDeploy 2.x read template switches from `metadata` and the body; these are still read there.
 _METADATA_KWARGS = ("enable_thinking", "thinking_mode")
 
@@ -57,6 +61,15 @@ class ChatCompletionRequest(SamplingFields):
     add_special_tokens: bool = False  # a chat template writes them itself
     echo: bool | None = None
 
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _known_choice(cls, value: Any) -> Any:
+        if value == "any":  # Mistral's word
+            return "required"
+        if not isinstance(value, dict | None) and value not in ("none", "auto", "required"):
+            raise InvalidRequest(_CHOICES, param="tool_choice")
+        return value
+
     @field_validator("messages")
     @classmethod
     def _check_messages(cls, value: Any) -> Any:
@@ -98,6 +111,9 @@ class ChatCompletionRequest(SamplingFields):
             raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
         if self.logprob_token_ids and not self.logprobs:
             raise InvalidRequest("logprob_token_ids needs logprobs=true", param="logprob_token_ids")
+        last = self.messages[-1] if self.messages else None
+        if isinstance(last, dict) and last["role"] == "assistant" and last.get("prefix") is True:
+            self.continue_final_message = True  # Mistral's and DeepSeek's way to say it
         if self.add_generation_prompt and self.continue_final_message:
             self.add_generation_prompt = "add_generation_prompt" in self.model_fields_set
             if self.add_generation_prompt:
@@ -178,11 +194,7 @@ def _named(choice: Any) -> str:
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if choice.get("type", "function") != "function" or not isinstance(name, str):
-        raise InvalidRequest(
-            'tool_choice must be none, auto, required, {"type": "function", "function": {"name": '
-            '...}} or {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}',
-            param="tool_choice",
-        )
+        raise InvalidRequest(_CHOICES, param="tool_choice")
     return name
 
 

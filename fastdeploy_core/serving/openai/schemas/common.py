@@ -43,6 +43,17 @@ class ApiModel(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_numbers(cls, data: Any) -> Any:
+        """100.0 is 100: JSON has one kind of number, and some clients write all with a point."""
+        if not isinstance(data, dict):
+            return data
+        return {
+            name: int(value) if type(value) is float and value.is_integer() else value
+            for name, value in data.items()
+        }
+
 
 class StreamOptions(ApiModel):
     """What a stream carries besides text."""

@@ -44,7 +44,8 @@ def expert_ranks(
 ) -> ExpertRanks:
     """Entry point `experts`: the ranks that this one, `rank` of its engine, divides experts with.
     communicator: of that engine's ranks."""
-    parallel, most_in_place = config.parallel, config.most_decode_tokens
+    parallel = config.parallel
+    most_in_place = config.batch.max_num_seqs * (config.kept_states or 1)  # a step without prompts
     engines = Engines(device, parallel, rank, communicator) if parallel.shares_experts else None
     group: Any = communicator if engines is None else engines.group
     return ExpertRanks(device, group, make, most_in_place, parallel.eplb, engines)
