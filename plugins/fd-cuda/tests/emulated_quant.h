@@ -55,7 +55,6 @@ inline void store_transposed(u32 address, u32 first, u32 second) {
       std::memcpy((char*)shared + all.value[i * 8 + lane_of() % 4 * 2 + odd] + lane_of() / 4 * 2, &half, 2);
     }
 }
-inline void show_stores() {}
 // The same with rows as columns: registers are elements (2 (lane % 4), lane / 4) and the next below.
 inline void load_transposed(u32* b, u32 address) {
   const Lanes<u32> all(address);

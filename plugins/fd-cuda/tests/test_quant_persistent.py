@@ -76,8 +76,10 @@ def test_product(case: Case) -> None:
     for _ in range(20 if HAS_GPU else 1):
         got = persistent_product(persistent(tile, slabs.kind), x, scales, slabs, bias, dtype)
         check(got, expected, dtype)
-    narrow = persistent(tile, slabs.kind, 1)
-    check(persistent_product(narrow, x, scales, slabs, bias, dtype), expected, dtype)
+    # Tiles of 64 outputs, and blocks that divide K, of which some have no turn.
+    for groups, split in ((1, 1), (2, 2), (1, 8)):
+        other = persistent(tile, slabs.kind, groups, split)
+        check(persistent_product(other, x, scales, slabs, bias, dtype), expected, dtype)
 
 
 @pytest.mark.parametrize(

@@ -107,10 +107,8 @@ def product(
         return y
     own, ends = [x, x.stride(0) // 8], [*ends, x.shape[1]]
     if isinstance(shape, Few):
-        names = ("HALF", "Y_HALF", "FORMAT", "SCALED", "PAIRED", "EVEN")
-        known = {name: defines[name] for name in names}
-        known["PER_GROUP"] = sizes[2] if weight.scaled else 1
-        arguments = [*own, *operands[:6], *ends, *sizes[:2]]
+        known = {**defines, "PER_GROUP": sizes[2] if weight.scaled else 1}
+        arguments = [*own, *operands, ids, *ends, *sizes[:2], sizes[3]]
         _few_rows("quant_few", shape, known, arguments, slabs, blocks)
     elif isinstance(shape, Gemv):
         arguments = [*own, *operands, ids, *ends, *sizes]

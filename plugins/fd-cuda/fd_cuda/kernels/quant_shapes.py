@@ -133,6 +133,7 @@ class Persistent:
     rows: int  # of x, of a tile
     stages: int
     groups: int = 2  # of four warps, 64 outputs each
+    split: int = 1  # blocks that divide K
 
     @property
     def box_rows(self) -> int:
@@ -145,7 +146,7 @@ class Persistent:
         return self.groups * 128 + 128
 
     def __str__(self) -> str:
-        return f"persistent {self.rows}x{self.groups * 64} {self.stages}st"
+        return f"persistent {self.rows}x{self.groups * 64} /{self.split} {self.stages}st"
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,11 +275,15 @@ def tile_room(shape: Tile) -> int:
 
 def persistent_shared(shape: Persistent, kind: int) -> int:
     """Bytes of shared memory of a block of quant_persistent.cu: barriers, a ring of turns, two
-    tables of rows for every group of warps, what warps are about to store."""
+    tables of rows for every group of warps, what warps are about to store; of blocks that divide K
+    in their place what the end takes where the ring was."""
     warps, by_rows = shape.groups * 4, kind in (INT8_ROWS, FP8_ROWS)
     weights = shape.groups * 64 * 128 if by_rows else warps * slab_bytes(kind)
-    tables = shape.groups * 2 * shape.rows * 8
     ring = shape.stages * (shape.rows * 128 + weights)
+    if shape.split > 1:
+        end = end_shared(shape.rows, shape.groups * 64, shape.split)
+        return 16 * shape.stages + 1024 + max(ring, end)
+    tables = shape.groups * 2 * shape.rows * 8
     return 16 * shape.stages + 1024 + ring + tables + warps * _STORED * 32
 
 
@@ -291,13 +296,14 @@ def boxes(shape: Persistent, kind: int) -> tuple[int, int]:
     return (3, more) if more <= MOST_DYNAMIC else (2, shared)
 
 
-def persistent(rows: int, kind: int, groups: int = 2) -> Persistent:
+def persistent(rows: int, kind: int, groups: int = 2, split: int = 1) -> Persistent:
     """With as many turns ahead, to eight, as there is shared memory for."""
+    most = MOST_DYNAMIC if split == 1 else MOST_SHARED
     for stages in range(8, 2, -1):
-        shape = Persistent(rows, stages, groups)
-        if persistent_shared(shape, kind) <= MOST_DYNAMIC:
+        shape = Persistent(rows, stages, groups, split)
+        if persistent_shared(shape, kind) <= most:
             return shape
-    raise ValueError(f"no three turns of {rows} rows find a place in {MOST_DYNAMIC} bytes")
+    raise ValueError(f"no three turns of {rows} rows find a place in {most} bytes")
 
 
 def grouped_shared(shape: Grouped, kind: int, *, is_int8: bool) -> int:
