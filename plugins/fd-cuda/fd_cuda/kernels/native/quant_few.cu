@@ -15,13 +15,14 @@
 #define OUT (PAIRED ? 16 : 16 * MT)
 #include "rows.cuh"
 
-#define STAGE (COLUMNS * 128 + MT * (SLAB_BYTES + GROUP_BYTES))  // bytes of a turn: x, slabs, scales
+// Bytes of a turn: x, slabs, scales; whole 128, as copies to other places take twice as long.
+#define STAGE (COLUMNS * 128 + MT * SLAB_BYTES + (MT * GROUP_BYTES + 127) / 128 * 128)
 #define UNROLLED (AHEAD % 2 ? 2 * AHEAD : AHEAD)  // turns take two places in registers by turns
 #define SLABS_AT (COLUMNS * 128)
 #define GROUPS_AT (SLABS_AT + MT * SLAB_BYTES)
 #define GROUP_LANES (SCALED ? GROUP_BYTES / 16 : 1)
 #define TURN_BYTES (BY_ROWS ? 64 : SLAB_BYTES)  // from a turn of the weights to the next one
-#define SHIFTED (FORMAT == INT4)
+#define SHIFTED (FORMAT == INT4 && MT > 1)  // for one slab the product with ones takes longer than it spares
 #if HALF
 #define MIDDLE 1032.f
 #else
@@ -35,10 +36,16 @@ __device__ __forceinline__ void await_turn() {
   asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
 }
 
-// Sixteen bytes of x, the inputs that a lane multiplies itself.
+// Through addresses that are kept the compiler would not know shared memory as such.
 __device__ __forceinline__ void load_chunk(u32* b, u32 address) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ u32 load_word(u32 address) {
+  u32 word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  return word;
 }
 
 // END OF INSTRUCTIONS
@@ -91,9 +98,7 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
   // What a thread's results are multiplied with, waited for at the end.
   const int width = PAIRED ? N / 2 : N, column = min(tile * OUT + thread % OUT, width - 1);
   const float scale = load_once(scales + column), other_scale = PAIRED ? load_once(scales + column + width) : 0.f;
-  unsigned char* ring = memory + warp * AHEAD * STAGE;
-  keep(ring);
-  u32 to = shared_address(ring);
+  u32 to = shared_address(memory) + warp * AHEAD * STAGE;
   keep(to);
   // Of the round `rounds` after that at which `from` stands, into stage i.
   const auto ask_w = [&](int i, int rounds, int turn) {
@@ -156,7 +161,10 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
   u32 reads[2] = {to + row * 128 + ((chunk ^ row) << 4), to + row * 128 + ((chunk + (BY_ROWS ? 1 : 4) ^ row) << 4)};
   keep(reads[0]);
   keep(reads[1]);
-  const auto take = [&](Turn& turn, int i, int nth) {
+  u32 own_slab_at = to + SLABS_AT + lane * 16, own_group_at = to + GROUPS_AT + (lane >> 2) * 4;
+  keep(own_slab_at);
+  keep(own_group_at);
+  const auto take = [&](Turn& turn, int i) {
     await_turn();
     __syncwarp();
 #pragma unroll
@@ -169,14 +177,17 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
       }
 #pragma unroll
     for (int m = 0; m < MT; m++) {
-      turn.slab[m] = slab_at(ring + i * STAGE + SLABS_AT + m * SLAB_BYTES, lane);
-      turn.group[m] = group_at(ring + i * STAGE + GROUPS_AT + m * GROUP_BYTES, nth, lane);
+#pragma unroll
+      for (int p = 0; p < PIECES; p++)
+        load_chunk((u32*)&turn.slab[m].piece[p], own_slab_at + i * STAGE + m * SLAB_BYTES + p * 512);
+      if (SCALED) turn.group[m].scales = load_word(own_group_at + i * STAGE + m * GROUP_BYTES);
+      if (SCALED == 2) turn.group[m].offsets = load_word(own_group_at + i * STAGE + m * GROUP_BYTES + 32);
     }
   };
 
   float sum[MT][TILES][4] = {};
   Turn held[2];
-  take(held[0], 0, warp);
+  take(held[0], 0);
 #pragma unroll 1
   for (int begin = 0; begin < rounds; begin += UNROLLED) {
 #pragma unroll
@@ -190,7 +201,7 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
         ask_x(i % AHEAD, AHEAD + i, again);
       }
       commit();
-      if (round + 1 < rounds) take(held[(i + 1) % 2], (i + 1) % AHEAD, warp + (round + 1) * WARPS);
+      if (round + 1 < rounds) take(held[(i + 1) % 2], (i + 1) % AHEAD);
       float middle[TILES][4] = {};  // where sums of a turn begin
 #pragma unroll
       for (int t = 0; t < TILES && SHIFTED; t++) {

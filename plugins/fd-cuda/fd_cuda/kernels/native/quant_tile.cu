@@ -3,7 +3,7 @@
 // UNPACKERS warps, in TEAMS that take turns of 64 inputs, bring slabs of quant.cuh AHEAD of their turns, and put what they
 // unpack into shared memory as wgmma reads it, beside BN rows of x, which the copy engine brings; STAGES such tiles make a
 // ring, in which every stage has its team. GROUPS of four warps multiply 64 outputs each with the rows and do nothing else.
-// The SPLIT blocks of a cluster divide K (wide.cuh). GROUPED and PAIRED as in quant_pipe.cu. The trellis code is not decoded:
+// The SPLIT blocks of a cluster divide K (wide.cuh). GROUPED: a block of rows has an expert; PAIRED: half of the outputs are gates. The trellis code is not decoded:
 // x is four int8 for two inputs (tet_rotate.cu), and what is stored are the products of tet_gemv.cu, which lie like half
 // floats of as many weights.
 // A row of x comes out the same whatever M is.

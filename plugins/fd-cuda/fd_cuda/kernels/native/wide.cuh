@@ -140,6 +140,7 @@ __device__ __forceinline__ float quick_silu(float x) { return __fdividef(x, 1.f 
 #ifdef SPLIT
 #define FINISHERS (SPLIT < BN / 8 ? SPLIT : BN / 8)  // blocks of a cluster that finish rows, whole eights
 #define SHARE (BN / FINISHERS)                       // rows of such a block
+static_assert(SHARE % 8 == 0, "a block finishes whole eights of rows");
 
 // Where results go, and what they are multiplied with.
 struct Ending {
