@@ -27,10 +27,10 @@ pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, rea
 # Format, outputs, inputs, group, dtype, rows of x, rows of a tile.
 Case = tuple[str, int, int, int, torch.dtype, int, int]
 SMALL: list[Case] = [
-    ("wint4", 136, 200, 0, torch.bfloat16, 70, 16),
+    ("wint4", 136, 200, 0, torch.bfloat16, 70, 64),
     ("wint8_zp", 264, 320, 64, torch.float16, 33, 32),
     ("wfp8", 600, 136, 0, torch.bfloat16, 17, 16),
-    ("w8a8", 264, 400, 0, torch.bfloat16, 40, 16),
+    ("w8a8", 264, 400, 0, torch.bfloat16, 40, 64),
     ("wfp8afp8", 136, 272, 0, torch.float16, 40, 32),
 ]
 LARGE: list[Case] = [

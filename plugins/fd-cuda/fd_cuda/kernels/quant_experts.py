@@ -159,10 +159,10 @@ def choose(
     if each > _MANY_EACH and slabs.kind != CCQ:
         return persistent(persistent_rows(each), slabs.kind)
     if each <= 16 and slabs.block_scales is not None and slabs.out_features <= _SMALL:
-        return Few(1, 2, 4, 4, 4) if each <= 2 else RowGemm(32, 2, 1, 4)
+        return Few(1, 2, 4, 3, 5) if each <= 2 else RowGemm(32, 2, 1, 4)
     few = 8 if slabs.scaled else 3 if slabs.kind == INT4 else 4
     if each <= (few if slabs.kind in (INT4, INT8, FP8) else 16):
-        return Few(1 if each <= 8 else 2, 2, 4, 4, 4)
+        return Few(1, 2, 4, 3, 5) if each <= 8 else Few(2, 2, 4, 3, 4)
     if slabs.kind == CCQ:
         return grouped_tile(32 if each <= 28 else 64 if each <= 60 else 128)
     if by_rows and each > 28 and slabs.block_scales is None:

@@ -50,16 +50,21 @@ _MANY_ROWS: Final = 1024
 # Rows of a tile of quant_persistent.cu, and what a tile costs besides, in rows.
 _TILES: Final = (64, 128, 256)
 TILE_ENDS: Final = 60
-# The same where weights are unpacked in registers, and microseconds of it as fitted to 74 layers
-# (one H200, 2026-11-30): of a turn by groups of four warps, and for each row; of a tile's end; more
-# of it for each halving of K.
-_WIDE_TILES: Final = (32, 64, 128, 160, 256)
-_TURN_US: Final = {1: 0.143, 2: 0.237}
-_TURN_ROW_US: Final = {1: 0.0011, 2: 0.0016}
-_END_US, _END_ROW_US = 1.4, 0.006
-_SHARE_US, _SHARE_ROW_US = 1.1, 0.011
-# Of the library beside it, in a microsecond: bytes that are unpacked, multiplications; and its end.
-_BYTES_US, _PRODUCTS_US, _LIBRARY_US = 3.3e6, 3.75e8, 4.0
+# Where weights are unpacked in registers: microseconds of a turn of tiles of so many rows by 64 and
+# by 128 outputs, of the end of a tile, and more of it for each halving of K; fitted to full tiles
+# of 265 layers and numbers of rows (one H200, 2026-11-30).
+_TURN_US: Final = {
+    32: (0.187, 0.258),
+    64: (0.199, 0.282),
+    128: (0.222, 0.392),
+    160: (0.247, 0.439),
+    256: (0.312, 0.663),
+}
+_END_US, _END_ROW_US = 1.1, 0.0076
+_SHARE_US, _SHARE_ROW_US = 0.82, 0.0053
+# Of the library beside it: bytes that it moves and multiplications that it does in a microsecond,
+# and microseconds besides.
+_BYTES_US, _PRODUCTS_US, _LIBRARY_US = 3.3e6, 3.75e8, 4.5
 # Turns of 128 inputs from which cuBLAS is faster with scales of blocks than tiles of 128 outputs,
 # in large layers.
 _MANY_TURNS: Final = 48
@@ -123,8 +128,11 @@ def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Chosen:
         return own(slabs, rows) or (
             None if _library_wins(slabs, rows) else _rows_shape(slabs, rows)
         )
-    few = 32 if slabs.kind == CCQ and not size_of(slabs.num_slabs) else _FEW_ROWS
-    if rows <= few:
+    size = size_of(slabs.num_slabs)
+    takes_more = slabs.kind == CCQ and not size
+    if slabs.kind == INT4 and slabs.scaled and size == 2:
+        takes_more = slabs.num_slabs <= 4 * num_processors()
+    if rows <= (32 if takes_more else _FEW_ROWS):
         return _few_shape(slabs, rows)
     if slabs.kind == CCQ or slabs.scaled:
         return _unpacked_shape(slabs, rows)
@@ -166,8 +174,8 @@ def _few_shape(slabs: Slabs, rows: int) -> Few:
         return Few(tiles, 2, 8, 4, 2) if _SHORT < turns < _LONG else Few(tiles, 4, 16, 2, 1)
     if is_small:
         return Few(tiles, 1, 16, 3, 1) if is_narrow else Few(tiles, 1, 8, 4, 2)
-    if tiles == 2 and slabs.kind == INT4 and turns > _SHORT:
-        return Few(2, 4, 8, 3, 1)
+    if tiles > 1 and slabs.kind == INT4 and turns > _SHORT:
+        return Few(tiles, 4, 8, 3, 1)
     return Few(tiles, 2, 8, 4 if tiles == 1 and slabs.kind in (INT8, FP8) else 3, 2)
 
 
@@ -255,14 +263,14 @@ def _tiles_shape(kind: int, slabs: int, turns: int, rows: int, cores: int) -> Pe
         return tiles(shape) * shape.split <= share * cores
 
     def taken(shape: Persistent) -> float:
-        turn = _TURN_US[shape.groups] + _TURN_ROW_US[shape.groups] * shape.rows
+        of_turns = -(-turns // shape.split) * _TURN_US[shape.rows][shape.groups - 1]
         end = _END_US + _END_ROW_US * shape.rows
         end += log2(shape.split) * (_SHARE_US + _SHARE_ROW_US * shape.rows)
-        return -(-tiles(shape) // cores) * (-(-turns // shape.split) * turn + end)
+        return -(-tiles(shape) // cores) * (of_turns + end)
 
     shapes = (
         persistent(tile, kind, groups, split)
-        for tile, groups, split in product_of(_WIDE_TILES, (1, 2), (1, 2, 4, 8))
+        for tile, groups, split in product_of(_TURN_US, (1, 2), (1, 2, 4, 8))
     )
     best = min(filter(has_room, shapes), key=taken)
     numbers = slabs * turns << 10
