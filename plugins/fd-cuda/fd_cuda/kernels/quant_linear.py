@@ -44,27 +44,30 @@ from .quant_weights import Weights, dequantized
 _FEW_ROWS: Final = 16
 _SHORT, _LONG = 32, 96  # turns up to which inputs are few, and from which they are many
 _SOME_ROWS: Final = 256
-_NARROW: Final = 64  # slabs of layers that have too few tiles of quant_persistent.cu
+# Slabs of layers that have too few tiles of quant_persistent.cu, and slabs times turns of those
+# where its ends take longer than its turns.
+_NARROW, _SMALL = 64, 1 << 12
 # Rows from which the library is faster on what took long to unpack.
 _MANY_ROWS: Final = 1024
 # Rows of a tile of quant_persistent.cu, and what a tile costs besides, in rows.
 _TILES: Final = (64, 128, 256)
 TILE_ENDS: Final = 60
 # Where weights are unpacked in registers: microseconds of a turn of tiles of so many rows by 64 and
-# by 128 outputs, of the end of a tile, and more of it for each halving of K; fitted to full tiles
-# of 265 layers and numbers of rows (one H200, 2026-11-30).
+# by 128 outputs, more of it for each row that is not there, of the end of a tile, and more of that
+# for each halving of K; fitted to 282 layers and numbers of rows (one H200, 2026-11-30).
 _TURN_US: Final = {
-    32: (0.187, 0.258),
-    64: (0.199, 0.282),
-    128: (0.222, 0.392),
-    160: (0.247, 0.439),
-    256: (0.312, 0.663),
+    32: (0.196, 0.259),
+    64: (0.191, 0.294),
+    128: (0.224, 0.37),
+    160: (0.237, 0.403),
+    256: (inf, 0.659),  # the copy engine brings so many rows too slowly for 64 outputs
 }
-_END_US, _END_ROW_US = 1.1, 0.0076
-_SHARE_US, _SHARE_ROW_US = 0.82, 0.0053
+_ABSENT_US: Final = 0.00037
+_END_US, _END_ROW_US = 1.07, 0.0054
+_SHARE_US, _SHARE_ROW_US = 1.03, 0.0089
 # Of the library beside it: bytes that it moves and multiplications that it does in a microsecond,
 # and microseconds besides.
-_BYTES_US, _PRODUCTS_US, _LIBRARY_US = 3.3e6, 3.75e8, 4.5
+_BYTES_US, _PRODUCTS_US, _LIBRARY_US = 3.3e6, 3.75e8, 5.0
 # Turns of 128 inputs from which cuBLAS is faster with scales of blocks than tiles of 128 outputs,
 # in large layers.
 _MANY_TURNS: Final = 48
@@ -138,7 +141,8 @@ def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Chosen:
         return _unpacked_shape(slabs, rows)
     if rounds and rows > _SOME_ROWS:
         return None
-    if slabs.num_slabs <= _NARROW and rows <= 128:
+    is_narrow, is_small = slabs.num_slabs <= _NARROW, slabs.num_slabs * slabs.num_turns < _SMALL
+    if rows <= (128 if is_narrow else 64 if is_small else 0):
         return _few_rows_shape(slabs, rows)
     return _tiles_shape(slabs.kind, slabs.num_slabs, slabs.num_turns, rows, num_processors())
 
@@ -258,15 +262,16 @@ def _tiles_shape(kind: int, slabs: int, turns: int, rows: int, cores: int) -> Pe
         return -(-slabs // (4 * shape.groups)) * -(-rows // shape.rows)
 
     def has_room(shape: Persistent) -> bool:
-        # Blocks that divide K have to start together; clusters of more leave more places empty.
-        share = {1: inf, 2: 1.0, 4: 0.8, 8: 0.5}[shape.split]
+        # Blocks that divide K have to start together; clusters of more leave more places empty. A
+        # second round of narrow tiles took longer than the first one.
+        share = {1: inf if shape.groups == 2 else 1.0, 2: 1.0, 4: 0.8, 8: 0.5}[shape.split]
         return tiles(shape) * shape.split <= share * cores
 
     def taken(shape: Persistent) -> float:
-        of_turns = -(-turns // shape.split) * _TURN_US[shape.rows][shape.groups - 1]
+        turn = _TURN_US[shape.rows][shape.groups - 1] + _ABSENT_US * (-rows % shape.rows)
         end = _END_US + _END_ROW_US * shape.rows
         end += log2(shape.split) * (_SHARE_US + _SHARE_ROW_US * shape.rows)
-        return -(-tiles(shape) // cores) * (of_turns + end)
+        return -(-tiles(shape) // cores) * (-(-turns // shape.split) * turn + end)
 
     shapes = (
         persistent(tile, kind, groups, split)

@@ -162,11 +162,9 @@ def fed(
     }
     own = shape.groups * (1 if defines["FORMAT"] == TRELLIS else 4) // (1 + defines["PAIRED"])
     grid = (-(-slabs // own), blocks, shape.split)
-    is_filled = x.shape[0] % shape.rows == 0
-    x_rows = shape.rows if is_filled else 16 if shape.rows % 32 else 32
     native.launch(
         native.function("quant_tile", {**defines, **sizes}), grid, shape.threads,
-        [tensor_map.boxes(x, x_rows), *arguments, x_rows],
+        [tensor_map.boxes(x, shape.rows), *arguments],
         shared=tile_shared(shape, defines["FORMAT"], defines["SCALED"]), cluster=shape.split,
     )  # fmt: skip
 

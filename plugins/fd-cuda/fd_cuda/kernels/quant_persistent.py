@@ -43,10 +43,7 @@ def persistent_product(
     # The copy engine stores rows that begin at whole 16 bytes, where they lie like those of the
     # tiles.
     is_boxed = grouping is None and shape.split == 1 and weight.out_features % 8 == 0
-    # It takes longer for rows that are not there than for others.
-    is_filled = grouping is None and x.shape[0] % shape.rows == 0
-    x_rows = shape.rows if is_filled else shape.box_rows
-    of_x = tensor_map.boxes(x, x_rows)
+    of_x = tensor_map.boxes(x, shape.rows if grouping is None else shape.box_rows)
     arguments = [
         of_x,
         _weight_boxes(weight, shape.groups * 64, paired=paired),
@@ -65,7 +62,6 @@ def persistent_product(
         weight.group_size // TURN if weight.group_size and not by_rows else turns,
         weight.scales[0].numel() if weight.num_experts else 0,
         blocks,
-        x_rows,
     ]
     tiles = blocks * -(-width // (shape.groups * (32 if paired else 64)))
     pieces, shared = 0, persistent_shared(shape, weight.kind)

@@ -110,8 +110,7 @@ class Persistent:
 
     @property
     def box_rows(self) -> int:
-        """Of the result, that the copy engine stores at a time; of tiles that x does not fill, that
-        it brings."""
+        """Of the result, that the copy engine stores at a time; of experts, that it brings."""
         return 16 if self.rows % 32 else 32
 
     @property

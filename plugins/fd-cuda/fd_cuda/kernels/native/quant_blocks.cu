@@ -278,7 +278,7 @@ quant_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
   const int across = ((PAIRED ? N / 2 : N) + OUT - 1) / OUT;
   const int rank = SPLIT > 1 ? blockIdx.z : 0, first = rank * turns / SPLIT, own = (rank + 1) * turns / SPLIT - first;
   const Problem of{nullptr, scales, x_scales, slots,  experts, M,     N,    0, own, 1, scale_width,
-                   num_x,   blocks, across,   first, turns, ROWS};
+                   num_x,   blocks, across,   first, turns};
   const Ring ring = open_ring(x, w, memory);
   announce_start();
   unsigned char *const rooms = ring.tiles + STAGES * STAGE, *const lines = memory + 16 * STAGES;

@@ -8,8 +8,8 @@
 // GROUPED: blocks of rows have an expert each, and x lies in their order; `slots` says where rows of y go, without it they
 // lie like those of x. PAIRED: the first eight of a warp's 16 outputs are gates, the others what belongs to them.
 // BOXES: the copy engine stores results, BOX_ROWS rows of a group's 64 outputs at a time, while the next tile is multiplied;
-// for so many such pieces a group has room, or 0: warps store. Of a tile as many times BOX_ROWS rows are brought as it has, and
-// of an expert's FEWER are computed where it has no more. x_rows: that one copy brings, BOX_ROWS or, where tiles are full, all.
+// for so many such pieces a group has room, or 0: warps store. Of an expert's block as many times BOX_ROWS rows are brought
+// as it has, and FEWER are computed where it has no more.
 // SPLIT: blocks of a cluster that divide K, one tile each cluster (wide.cuh).
 // A row of x comes out the same whatever M is, with the same SPLIT.
 
@@ -22,7 +22,7 @@
 #define COLUMNS (GROUPS * 64)
 #define APART (!BY_ROWS)
 #define EARLY (!GROUPED && !BY_ROWS)  // numbers by rows may have been unpacked by the kernel before
-#define BOX BOX_ROWS
+#define BOX (GROUPED ? BOX_ROWS : BN)
 #include "tiles.cuh"
 
 #define FEWER (GROUPED && !BY_ROWS && BN >= 128 ? 64 : BN)
@@ -310,13 +310,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
                  const __grid_constant__ TensorMap boxes_of_y, const u32* __restrict__ groups, const float* __restrict__ scales, const float* x_scales,
                  const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M, int N, int slabs,
-                 int turns, int per_group, int scale_width, int blocks, int x_rows) {
+                 int turns, int per_group, int scale_width, int blocks) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, lane = thread & 31, warp = uniform(thread >> 5), group = warp / 4;
   const int across = ((PAIRED ? N / 2 : N) + OUT - 1) / OUT;
   const int rank = SPLIT > 1 ? blockIdx.z : 0, first = rank * turns / SPLIT, own = (rank + 1) * turns / SPLIT - first;
   const Problem of{groups, scales,    x_scales,    slots, experts, M,      N,     slabs,
-                   own,    per_group, scale_width, 0,     blocks,  across, first, turns, x_rows};
+                   own,    per_group, scale_width, 0,     blocks,  across, first, turns};
   const Ring ring = open_ring(x, w, memory);
 
   if (warp >= MULTIPLIERS) {

@@ -4,8 +4,8 @@
 // unpack into shared memory as wgmma reads it, beside BN rows of x, which the copy engine brings; STAGES such tiles make a
 // ring, in which every stage has its team. GROUPS of four warps multiply 64 outputs each with the rows and do nothing else.
 // The SPLIT blocks of a cluster divide K (wide.cuh). GROUPED: a block of rows has an expert; PAIRED: half of the
-// outputs are gates. x_rows: that one copy brings. The trellis code is not decoded: x is four int8 for two inputs
-// (tet_rotate.cu), and what is stored are the products of tet_gemv.cu, which lie like half floats of as many weights.
+// outputs are gates. The trellis code is not decoded: x is four int8 for two inputs (tet_rotate.cu), and what is stored are
+// the products of tet_gemv.cu, which lie like half floats of as many weights.
 // A row of x comes out the same whatever M is.
 
 #include "common.cuh"
@@ -112,14 +112,12 @@ extern "C" __global__ void BOUNDS
 quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict__ w,
            const unsigned char* __restrict__ groups, const float* __restrict__ scales, const float* x_scales,
            const int* x_sums, const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M, int N, int slabs, int turns,
-           int per_group, const float2* __restrict__ codes, int x_rows) {
+           int per_group, const float2* __restrict__ codes) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, unpacker = warp - MULTIPLIERS;
   const int tile = blockIdx.x, first_row = blockIdx.y * BN, rank = blockIdx.z;
   const int share = (turns + SPLIT - 1) / SPLIT;
   const int first = min(rank * share, turns), count = min(turns - first, share);
-  // Whole boxes: the copy engine takes longer for rows that are not there than for others.
-  const int rows = GROUPED ? BN : min(BN, (M - first_row + x_rows - 1) / x_rows * x_rows);
   const u32 full = shared_address(memory), empty = full + 8 * STAGES;
   const u32 base = (empty + 8 * STAGES + 1023) & ~1023u;
   unsigned char* ring = memory + (base - full);
@@ -191,9 +189,8 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
       }
       await_phase(empty + 8 * at.stage, at.parity ^ 1);  // the phase before the first one counts as ended
       if (place == 0 && lane == 0) {
-        expect(full + 8 * at.stage, rows * 128);
-        for (int row = 0; row < rows; row += x_rows)
-          copy_box(base + at.stage * STAGE + row * 128, x, (first + t) * 64, first_row + row, full + 8 * at.stage);
+        expect(full + 8 * at.stage, TILE_X);
+        copy_box(base + at.stage * STAGE, x, (first + t) * 64, first_row, full + 8 * at.stage);
       }
       unsigned char* to = ring + at.stage * STAGE + TILE_X + place * STORED;
 #pragma unroll

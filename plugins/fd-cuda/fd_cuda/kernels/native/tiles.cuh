@@ -12,7 +12,7 @@
 #define LINES 0  // bytes of what else a ring has, after its barriers
 #endif
 #ifndef BOX
-#define BOX ROWS  // what of rows is brought is a multiple of it
+#define BOX ROWS  // rows that one copy brings
 #endif
 #define OUT (PAIRED ? COLUMNS / 2 : COLUMNS)
 #define TILE_X (ROWS * 128)
@@ -28,7 +28,6 @@ struct Problem {
   const int *slots, *experts;
   int M, N, slabs, turns, per_group, scale_width, num_x, blocks, across;
   int first, all;  // where blocks divide K: the turn that `turns` begin at, of how many
-  int box;         // rows that one copy brings
 };
 
 struct Tile {
@@ -41,11 +40,9 @@ __device__ __forceinline__ Tile tile_of(const Problem& of, int id) {
   return {block, within / together, GROUPED ? of.experts[block] : 0};
 }
 
-// How many rows of a tile are brought, whole boxes: the copy engine takes longer for rows that are not there than for others.
-// An expert's are the first ones of its blocks.
+// How many rows of a tile are brought, whole boxes: an expert's are the first ones of its blocks.
 __device__ __forceinline__ int rows_of(const Problem& of, const Tile& tile) {
-  if (BOX == ROWS) return ROWS;
-  if (!GROUPED) return min(ROWS, (of.M - tile.block * ROWS + BOX - 1) / BOX * BOX);
+  if (!GROUPED || BOX == ROWS) return ROWS;
   int boxes = 0;
 #pragma unroll
   for (int row = 0; row < ROWS; row += BOX) boxes += of.slots[tile.block * ROWS + row] < of.M;
@@ -106,7 +103,7 @@ __device__ __forceinline__ void feed(const TensorMap& x, const TensorMap& w, con
   Tile next = tile_of(of, blockIdx.x);
   int next_rows = rows_of(of, next), begun = 0;  // turns of the first tile
   if (EARLY) {
-    for (; begun < min(of.turns, STAGES); begun++) begin_turn(next, begun, begun, next_rows);
+    for (; begun < min(of.turns, STAGES); begun++) begin_turn(next, begun, begun, ROWS);
     wait_for_previous();
   }
   Place at = {0, 1};  // the phase before the first one counts as ended
@@ -123,7 +120,7 @@ __device__ __forceinline__ void feed(const TensorMap& x, const TensorMap& w, con
         begin_turn(tile, t, at.stage, rows);
       }
       const int input = (of.first + t) * (BY_ROWS ? 128 : 64);
-      for (int row = 0; row < rows; row += of.box)
+      for (int row = 0; row < rows; row += BOX)
         copy_box(ring.base + at.stage * STAGE + row * 128, x, input, tile.block * ROWS + row, ring.full + 8 * at.stage);
     }
   }
