@@ -33,8 +33,8 @@ inline void commit() {}
 inline void __syncwarp() { gather(block->warp_turn, warp_first(), 32); }
 inline void meet_group(int) { gather(block->group_turn, block->current / 128 * 128, 128); }
 inline void await_turn() {}
-inline void await_turns() { __syncwarp(); }
 inline void load_chunk(u32* b, u32 address) { std::memcpy(b, (char*)shared + address, 16); }
+inline u32 load_word(u32 address) { return *(u32*)((char*)shared + address); }
 // ldmatrix: lane 8 i + j has the address of row j of matrix i, and gets elements (lane / 4, 2 (lane % 4)) of each.
 inline void load_matrices(u32* b, u32 address) {
   const Lanes<u32> all(address);
@@ -55,7 +55,6 @@ inline void store_transposed(u32 address, u32 first, u32 second) {
       std::memcpy((char*)shared + all.value[i * 8 + lane_of() % 4 * 2 + odd] + lane_of() / 4 * 2, &half, 2);
     }
 }
-inline void show_stores() {}
 // The same with rows as columns: registers are elements (2 (lane % 4), lane / 4) and the next below.
 inline void load_transposed(u32* b, u32 address) {
   const Lanes<u32> all(address);

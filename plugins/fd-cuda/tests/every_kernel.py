@@ -60,8 +60,8 @@ from fd_cuda.kernels.cache import move_blocks, sum_blocks
 from fd_cuda.kernels.plans import Plan
 from fd_cuda.kernels.quant_persistent import persistent_product
 from fd_cuda.kernels.quant_round import fp8_blocks
-from fd_cuda.kernels.quant_shapes import Few, Pipe, Tile, blocks, persistent
-from fd_cuda.kernels.trellis_native import Rows
+from fd_cuda.kernels.quant_shapes import Few, Tile, blocks, persistent
+from fd_cuda.kernels.trellis_native import Row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -324,19 +324,20 @@ def packed_products(name: str) -> None:
     chosen_experts(quant_experts, 128, gate_up, down)
 
 
-def packed_pipe() -> None:
+def packed_tiles() -> None:
     """Kernels of many rows, and of few, in sizes that no small product is given."""
     for name in ("wint4", "wint8", "wfp8", "ccq2"):
         slabs = quant_weights.prepare(packed(name, 264, 1024, 0, 0, DEVICE)).slabs
-        pipes = () if name == "ccq2" else (Pipe(128, 2, 4, 4), Pipe(256, 2, 2, 4))
         tiles = [(64, 128, 2, 4, 8, 4, 2), (128, 192, 1, 4, 4, 2, 1), (256, 128, 2, 4, 4, 2, 1)]
-        for shape in (*pipes, *(Tile(*own) for own in tiles)):
-            quant_native.product(shape, random(300, 1024, dtype=torch.float16), slabs, None)
+        for own in tiles:
+            quant_native.product(Tile(*own), random(300, 1024, dtype=torch.float16), slabs, None)
         if name != "ccq2":
             few = random(11, 1024, dtype=torch.float16)
             quant_native.product(Few(2, 2, 4, 3, 2), few, slabs, None)
-            for rows, tile in ((300, 208), (3000, 64)):  # more tiles than blocks
-                x, shape = random(rows, 1024, dtype=torch.float16), persistent(tile, slabs.kind)
+            # More tiles than blocks, then blocks that divide K.
+            for rows, tile, split in ((300, 208, 1), (3000, 64, 1), (300, 128, 4), (300, 256, 2)):
+                x = random(rows, 1024, dtype=torch.float16)
+                shape = persistent(tile, slabs.kind, 2, split)
                 persistent_product(shape, x, None, slabs, None, torch.float16)
     slabs = quant_weights.prepare(packed("block_fp8", 264, 1024, 0, 0, DEVICE)).slabs
     wide = blocks(256)
@@ -375,7 +376,7 @@ def trellis() -> None:
     for rows in (1, 9, 20, 40, 130):
         x = random(rows, 384, dtype=torch.bfloat16)
         quant_trellis.linear(x, weight, random(192, dtype=torch.bfloat16))
-    quant_trellis.product(Rows(1, own=1), random(1, 384, dtype=torch.bfloat16), weight, None)
+    quant_trellis.product(Row(), random(1, 384, dtype=torch.bfloat16), weight, None)
     gate_up, down = (
         quant_trellis.prepare(packed("tet2", *shape, 0, 4, DEVICE))
         for shape in ((256, 128), (128, 128))
@@ -436,7 +437,7 @@ PARTS: dict[str, Callable[[], None]] = {
     part.__name__: part
     for part in (
         native_products, adapters, native_filter, triton_filter, body, steps, sampling, experts,
-        many_rows, drafting, attention, states, streams, packed_pipe, clamped, trellis,
+        many_rows, drafting, attention, states, streams, packed_tiles, clamped, trellis,
         quantized_caches, moved_blocks, one_shot,
     )
 } | {name: functools.partial(packed_products, name) for name in (*FORMATS, "ccq2")}  # fmt: skip

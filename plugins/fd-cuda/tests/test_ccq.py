@@ -17,7 +17,7 @@ from test_quant_native import DEVICE, HAS_GPU, check
 
 from fd_cuda.kernels import quant_weights
 from fd_cuda.kernels.quant_layout import CCQ, Slabs, code_lines
-from fd_cuda.kernels.quant_native import Gemv, Grouping, product
+from fd_cuda.kernels.quant_native import Few, Grouping, product
 from fd_cuda.kernels.routing import Order
 
 pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
@@ -81,15 +81,13 @@ def packed(rows: int, count: int, num_experts: int) -> tuple[Slabs, torch.Tensor
 @pytest.mark.parametrize(
     ("shape", "count", "tokens", "dtype"),
     [
-        (Gemv(1, 4, 2, 2, 1), 640, 3, torch.bfloat16),
-        (Gemv(2, 2, 4, 3, 1), 256, 16, torch.float16),
-        (Gemv(2, 1, 1, 1, 1), 128, 11, torch.bfloat16),
+        (Few(1, 4, 2, 2, 1), 640, 3, torch.bfloat16),
+        (Few(2, 2, 4, 3, 1), 256, 16, torch.float16),
+        (Few(2, 1, 1, 1, 1), 128, 11, torch.bfloat16),
     ],
 )
 @pytest.mark.parametrize("by_floats", [False, True])
-def test_products(
-    shape: Gemv, count: int, tokens: int, dtype: torch.dtype, by_floats: bool
-) -> None:
+def test_products(shape: Few, count: int, tokens: int, dtype: torch.dtype, by_floats: bool) -> None:
     """Also where some slabs' maps are none in whole numbers."""
     slabs, dense = packed(72, count, 0)
     if by_floats:
@@ -110,6 +108,6 @@ def test_experts() -> None:
     slots[:3], slots[8] = torch.tensor([0, 2, 3], dtype=torch.int32), 1
     order = Order(slots, torch.tensor([2, 0, -1], dtype=torch.int32, device=DEVICE))
     grouping = Grouping(4, 1, order)
-    got = product(Gemv(1, 2, 2, 2, 1), x, slabs, None, grouping=grouping, paired=True)
+    got = product(Few(1, 2, 2, 2, 1), x, slabs, None, grouping=grouping, paired=True)
     gate, up = torch.einsum("tk,tnk->tn", x.double(), dense[[2, 0, 2, 2]]).chunk(2, -1)
     check(got, gate * torch.sigmoid(gate) * up, torch.bfloat16)

@@ -32,18 +32,15 @@ from fd_cuda.kernels.quant_shapes import (
     MOST_SHARED,
     Few,
     Gemm,
-    Gemv,
     Grouped,
     Persistent,
-    Pipe,
     RowGemm,
     Shape,
     Tile,
+    few_shared,
     gemm_shared,
-    gemv_shared,
     grouped_shared,
     persistent_shared,
-    pipe_shared,
     rows_shared,
     tile_shared,
 )
@@ -97,22 +94,24 @@ def test_packing_codes_goes_both_ways(rows: int, quarters: int) -> None:
 # Format, outputs, inputs, group, dtype, rows of x, kernel.
 Case = tuple[str, int, int, int, torch.dtype, int, Shape]
 CASES: list[Case] = [
-    ("wint4", 40, 136, 0, torch.bfloat16, 5, Gemv(1, 1, 2, 2, 1)),
-    ("wint4", 64, 256, 64, torch.bfloat16, 9, Gemv(2, 2, 4, 2, 1)),
-    ("wint4_zp", 32, 256, 128, torch.float16, 3, Gemv(1, 2, 2, 4, 1)),
-    ("wint8", 40, 200, 0, torch.float16, 1, Gemv(1, 1, 2, 2, 1)),
+    ("wint4", 40, 136, 0, torch.bfloat16, 5, Few(1, 1, 2, 2, 1)),
+    ("wint4", 64, 256, 64, torch.bfloat16, 9, Few(2, 2, 4, 2, 1)),
+    ("wint4_zp", 32, 256, 128, torch.float16, 3, Few(1, 2, 2, 4, 1)),
+    ("wint8", 40, 200, 0, torch.float16, 1, Few(1, 1, 2, 2, 1)),
     ("wint4", 40, 712, 0, torch.bfloat16, 9, Few(2, 2, 2, 4, 2)),
     ("wint4_zp", 32, 1280, 128, torch.float16, 3, Few(1, 2, 2, 2, 1)),
     ("wint4", 80, 1280, 128, torch.bfloat16, 7, Few(1, 4, 4, 3, 2)),
     ("wint8", 40, 200, 0, torch.float16, 9, Few(2, 1, 2, 2, 2)),
     ("wint8_zp", 32, 512, 128, torch.bfloat16, 5, Few(1, 2, 2, 3, 1)),
     ("wfp8", 32, 640, 0, torch.bfloat16, 4, Few(1, 1, 2, 4, 2)),
-    ("wint8_zp", 32, 128, 128, torch.bfloat16, 8, Gemv(1, 2, 2, 2, 1)),
-    ("wfp8", 32, 128, 0, torch.bfloat16, 4, Gemv(1, 1, 2, 2, 1)),
-    ("w8a8", 40, 208, 0, torch.bfloat16, 3, Gemv(1, 1, 2, 2, 1)),
-    ("wfp8afp8", 40, 144, 0, torch.float16, 3, Gemv(1, 2, 2, 2, 1)),
-    ("block_fp8", 160, 320, 0, torch.bfloat16, 3, Gemv(1, 2, 4, 2, 1)),
+    ("wint8_zp", 32, 128, 128, torch.bfloat16, 8, Few(1, 2, 2, 2, 1)),
+    ("wfp8", 32, 128, 0, torch.bfloat16, 4, Few(1, 1, 2, 2, 1)),
+    ("w8a8", 40, 208, 0, torch.bfloat16, 3, Few(1, 1, 2, 2, 1)),
+    ("wfp8afp8", 40, 144, 0, torch.float16, 3, Few(1, 2, 2, 2, 1)),
+    ("block_fp8", 160, 320, 0, torch.bfloat16, 3, Few(1, 2, 4, 2, 1)),
 ]
+
+
 CASES += [
     ("wint4", 80, 136, 0, torch.bfloat16, 33, Gemm(32)),
     ("wint8_zp", 144, 448, 64, torch.bfloat16, 20, Gemm(32)),
@@ -270,7 +269,7 @@ def test_published_two_bits(dtype: torch.dtype) -> None:
     assert np.allclose(own, dense, rtol=1e-6)
     check(unpack(slabs, dtype), torch.from_numpy(dense).to(DEVICE), dtype)
     shapes: list[tuple[Shape, int]] = [
-        (Gemv(1, 2, 2, 2, 1), 3), (Gemv(2, 1, 2, 2, 1), 11),
+        (Few(1, 2, 2, 2, 1), 3), (Few(2, 1, 2, 2, 1), 11),
         (Tile(64, 64, 1, 4, 4, 2, 1), 35), (Tile(16, 64, 2, 4, 8, 4, 1), 11),
     ]  # fmt: skip
     for shape, tokens in shapes:
@@ -303,15 +302,13 @@ def test_chosen_kernels_fit_into_shared_memory(room: Any, monkeypatch: pytest.Mo
             slabs = Slabs(kind, width, depth, 8, none, none, none.reshape(0, 1, 0, 0), 64)
             for rows in range(1, 1100):
                 shape = room.choose(slabs, rows)
-                if isinstance(shape, Gemv):
+                if isinstance(shape, Few):
                     held = 2 if paired else shape.slabs
-                    shared = gemv_shared(shape, held, kind, slabs.scaled)
+                    shared = few_shared(shape, held, kind, slabs.scaled)
                     assert shared <= most
                     assert paired or rows <= shape.rows  # a block has all rows
                 elif isinstance(shape, Gemm):
                     assert gemm_shared(shape) <= most
-                elif isinstance(shape, Pipe):
-                    assert pipe_shared(shape, kind, slabs.scaled) <= most
                 elif isinstance(shape, Tile):
                     assert tile_shared(shape, kind, slabs.scaled) <= most
                     assert shape.teams <= shape.stages
@@ -356,7 +353,7 @@ def test_experts_pair_gate_and_up(is_alone: bool) -> None:
         slots[0, 0], slots[1, 0], slots[2, :2] = 1, 2, torch.tensor([0, 3])
         blocks = torch.arange(3, dtype=torch.int32, device=DEVICE)
         grouping = Grouping(4, 2, Order(slots.view(-1), blocks))
-    got = product(Gemv(1, 2, 2, 2, 1), x, slabs, None, grouping=grouping, paired=True)
+    got = product(Few(1, 2, 2, 2, 1), x, slabs, None, grouping=grouping, paired=True)
     wide = weight.dequantize().double()
     for slot in range(4):
         y = x[slot // 2].double() @ wide[int(ids.view(-1)[slot])].T

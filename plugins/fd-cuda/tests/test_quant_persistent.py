@@ -27,10 +27,10 @@ pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, rea
 # Format, outputs, inputs, group, dtype, rows of x, rows of a tile.
 Case = tuple[str, int, int, int, torch.dtype, int, int]
 SMALL: list[Case] = [
-    ("wint4", 136, 200, 0, torch.bfloat16, 70, 16),
+    ("wint4", 136, 200, 0, torch.bfloat16, 70, 64),
     ("wint8_zp", 264, 320, 64, torch.float16, 33, 32),
     ("wfp8", 600, 136, 0, torch.bfloat16, 17, 16),
-    ("w8a8", 264, 400, 0, torch.bfloat16, 40, 16),
+    ("w8a8", 264, 400, 0, torch.bfloat16, 40, 64),
     ("wfp8afp8", 136, 272, 0, torch.float16, 40, 32),
 ]
 LARGE: list[Case] = [
@@ -76,8 +76,14 @@ def test_product(case: Case) -> None:
     for _ in range(20 if HAS_GPU else 1):
         got = persistent_product(persistent(tile, slabs.kind), x, scales, slabs, bias, dtype)
         check(got, expected, dtype)
-    narrow = persistent(tile, slabs.kind, 1)
-    check(persistent_product(narrow, x, scales, slabs, bias, dtype), expected, dtype)
+    # Tiles of 64 outputs, and blocks that divide K, of which some have no turn.
+    for groups, split in (
+        (1, 1),
+        (2, 2),
+        (1, 2 if tile == 208 else 8),
+    ):  # whole eights of rows each
+        other = persistent(tile, slabs.kind, groups, split)
+        check(persistent_product(other, x, scales, slabs, bias, dtype), expected, dtype)
 
 
 @pytest.mark.parametrize(
@@ -188,32 +194,32 @@ def test_experts_of_many_rows_have_hardly_more_blocks_than_rows_fill() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "width", "depth", "rows", "tile"),
+    ("kind", "width", "depth", "rows", "shape"),
     [
-        (INT8, 6144, 1024, 256, 128),
-        (INT8, 6144, 1024, 512, 256),
-        (INT4, 6144, 1024, 512, 256),
-        (INT4, 7168, 2560, 512, 256),
-        (INT8, 8192, 3584, 256, 128),
-        (INT8, 8192, 3584, 140, 0),  # a last tile of 12 rows
-        (INT4, 5120, 5120, 384, 128),
-        (INT8, 8192, 8192, 256, 0),  # quant_pipe.cu, which divides long rows, was measured faster
-        (INT4, 6144, 1024, 1024, 128),
-        (INT8, 4096, 1024, 200, 0),  # half of the multiprocessors would have no tile
-        (INT8, 8192, 8192, 1024, 256),
-        (INT8, 6144, 2560, 1536, 160),
-        (INT8, 3584, 2560, 256, 128),  # tiles of 64 outputs
-        (INT8, 2560, 2560, 1280, 256),
-        (INT8, 3584, 2560, 1536, 0),  # a third round of tiles has hardly any
-        (INT8_ROWS, 6144, 1024, 4096, 256),
-        (INT8_ROWS, 1024, 3072, 512, 0),
+        (INT4, 8192, 8192, 32, (32, 2, 2)),  # two halves of K: a block for nearly every processor
+        (INT4, 8192, 8192, 128, (128, 2, 2)),
+        (INT8, 8192, 8192, 140, (160, 2, 2)),
+        (INT8, 8192, 8192, 1024, (256, 2, 1)),
+        (INT4, 12288, 2560, 64, (64, 2, 1)),
+        (INT4, 12288, 2560, 128, (128, 2, 1)),
+        (INT8, 4096, 4096, 64, (64, 1, 2)),  # tiles of 64 outputs
+        (INT8, 6144, 1024, 128, (128, 1, 1)),
+        (INT8, 1024, 3072, 100, None),  # quant_gemm.cu
+        (INT8_ROWS, 6144, 1024, 4096, (256, 2, 1)),
+        (INT8_ROWS, 1024, 3072, 512, None),
     ],
 )
 def test_layers_that_keep_the_gpu_busy_go_by_tiles(
-    kind: int, width: int, depth: int, rows: int, tile: int, monkeypatch: pytest.MonkeyPatch
+    kind: int,
+    width: int,
+    depth: int,
+    rows: int,
+    shape: tuple[int, int, int] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(quant_linear, "num_processors", lambda: 132)
     none = torch.empty(0)
     slabs = quant_weights.Slabs(kind, width, depth, 0, none, none, None, 0)
-    shape = quant_linear.choose(slabs, rows, rounds=kind == INT8_ROWS)
-    assert (shape.rows if isinstance(shape, Persistent) else 0) == tile
+    own = quant_linear.choose(slabs, rows, rounds=kind == INT8_ROWS)
+    tiles = (own.rows, own.groups, own.split) if isinstance(own, Persistent) else None
+    assert tiles == shape

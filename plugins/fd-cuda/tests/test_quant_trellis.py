@@ -25,7 +25,7 @@ from fd_cuda.kernels.quant_shapes import (
     tile_shared,
 )
 from fd_cuda.kernels.routing import Order
-from fd_cuda.kernels.trellis_native import Few, Rows, Streamed, Trellis, rotated
+from fd_cuda.kernels.trellis_native import Few, Row, Streamed, Trellis, rotated
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -125,12 +125,10 @@ def test_product(rows: int, count: int, block: int, tokens: int, dtype: torch.dt
 @pytest.mark.parametrize(
     ("shape", "count", "block", "tokens"),
     [
-        (Rows(1, warps=4, ahead=3, own=2), 2560, 512, 2),  # ten spans
-        (Rows(1, warps=2, ahead=1), 160, 32, 8),
-        (Rows(2, 2, 2, 4, 2, 2), 416, 32, 20),  # thirteen turns
-        (Rows(1, 4, 4, 4, 2), 512, 256, 9),
-        (Rows(4, 2, 1, 8, 1), 384, 128, 33),
-        (Rows(2, 1, 8, 2), 128, 128, 5),  # blocks without inputs
+        (Row(warps=4, ahead=3), 2560, 512, 1),  # ten spans
+        (Row(warps=2, ahead=1), 160, 32, 1),
+        (Row(warps=8), 128, 128, 1),  # warps without inputs
+        (Streamed(4, 2, 8, 4, 2, 2), 384, 128, 33),
         (Streamed(1, 1, 4, 2, 2, 1, own=1), 2560, 512, 1),
         (Streamed(1, 1, 2, 2, 2, 2, own=2), 2560, 512, 2),
         (Streamed(1, 1, 2, 4, 4, 4), 160, 32, 8),
@@ -140,7 +138,7 @@ def test_product(rows: int, count: int, block: int, tokens: int, dtype: torch.dt
     ],
 )
 def test_kernels_of_dense_layers(
-    shape: Streamed | Rows, count: int, block: int, tokens: int
+    shape: Streamed | Row, count: int, block: int, tokens: int
 ) -> None:
     weight, dense = trellis(192, count, block)
     x = torch.randn(tokens, count, device=DEVICE).bfloat16()
@@ -165,7 +163,7 @@ def test_tiles_of_dense_layers(shape: Tile, rows: int, count: int, tokens: int) 
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 30, 64, 128, 300, 3000])
 def test_chosen_kernels_fit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into shared memory, and threads copy whole rows."""
+    """Into shared memory, and pieces are whole turns that x is asked for ahead."""
     for room in (quant_trellis, quant_linear):
         monkeypatch.setattr(room, "num_processors", lambda: 132)
     weight = trellis(64, 128, 128)[0]
@@ -179,11 +177,11 @@ def test_chosen_kernels_fit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
         if isinstance(shape, Tile):
             assert tile_shared(shape, TRELLIS, 0) <= MOST_SHARED
             continue
+        if isinstance(shape, Row):
+            assert rows == 1
+            continue
         assert shape.shared(depth)[0] <= 227 << 10
-        if isinstance(shape, Streamed):
-            assert shape.piece % shape.ahead == 0
-        else:
-            assert shape.own or 8 * shape.group % shape.ahead == 0
+        assert shape.piece % shape.ahead == 0
         assert shape.own == (rows == 1)
 
 

@@ -1,5 +1,5 @@
-"""quant_tile.cu and quant_pipe.cu against dequantization in float64: emulated, clusters and copies
-included, or on the GPU."""
+"""quant_tile.cu against dequantization in float64: emulated, clusters and copies included, or on
+the GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from test_quant_native import DEVICE, HAS_GPU, Case, check, check_product, packe
 from fd_cuda.kernels import quant_weights
 from fd_cuda.kernels.quant_native import Grouping, product
 from fd_cuda.kernels.quant_order import gathered
-from fd_cuda.kernels.quant_shapes import Pipe, Tile, tile_room, tile_shared
+from fd_cuda.kernels.quant_shapes import Tile, tile_room, tile_shared
 from fd_cuda.kernels.routing import Order
 
 pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
@@ -34,14 +34,7 @@ CASES: list[Case] = [
     ("wint8_zp", 400, 448, 64, torch.bfloat16, 70, Tile(128, 192, 4, 3, 4, 1, 2)),
     ("wint8", 80, 200, 0, torch.float16, 90, Tile(64, 64, 2, 3, 4, 1, 2, 2)),
 ]
-CASES += [
-    ("wint4", 80, 136, 0, torch.bfloat16, 33, Pipe(32, 1, 1, 4)),
-    ("wint8_zp", 144, 448, 64, torch.bfloat16, 70, Pipe(64, 1, 4, 3)),
-]
 LARGE: list[Case] = [
-    ("wint4", 264, 520, 0, torch.bfloat16, 300, Pipe(256, 2, 1, 4)),
-    ("wint4", 1032, 1024, 128, torch.bfloat16, 130, Pipe(128, 2, 2, 5)),
-    ("wfp8", 512, 1024, 0, torch.bfloat16, 700, Pipe(256, 2, 2, 5)),
     ("wint4", 264, 520, 0, torch.bfloat16, 300, Tile(128, 256, 1, 4, 4, 2, 1)),
     ("wint4", 1032, 1024, 128, torch.bfloat16, 130, Tile(64, 256, 4, 4, 8, 4, 1)),
     ("wint8", 520, 1088, 64, torch.float16, 130, Tile(128, 128, 8, 4, 8, 2, 2)),

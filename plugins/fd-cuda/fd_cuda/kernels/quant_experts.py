@@ -26,7 +26,7 @@ from .quant_order import gathered
 from .quant_round import FP8_BLOCK
 from .quant_shapes import (
     Blocks,
-    Gemv,
+    Few,
     Grouped,
     Persistent,
     RowGemm,
@@ -107,7 +107,7 @@ def moe_experts(
         grouping, rows = Grouping(slots, 1, order), gathered(x, order, slots, top_k)
         hidden = _product(shape, rows, gate_up, first, grouping, paired=True)
         return combined(_product(shape, hidden, down, second, grouping, paired=False), topk_weights)
-    if tokens <= _ALONE and isinstance(shape, Gemv):
+    if tokens <= _ALONE and isinstance(shape, Few):
         groups = [Grouping(slots, divisor, ids=topk_ids) for divisor in (top_k, 1)]
     else:
         order = order_by_expert(topk_ids, first.num_experts, shape.rows)
@@ -147,7 +147,7 @@ def choose(
     by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
     if batch_invariant():
         if slabs.kind == CCQ:
-            return Gemv(4, 2, 8, 4, 1)
+            return Few(4, 2, 8, 4, 1)
         return RowGemm(64, 2, 1, 5) if by_rows else grouped_shape(slabs.kind, rounds=rounds)
     if each > _MANY_EACH and slabs.block_scales is not None:
         # What two products of the matrix units make of gates and what belongs to them is rounded as
@@ -159,10 +159,10 @@ def choose(
     if each > _MANY_EACH and slabs.kind != CCQ:
         return persistent(persistent_rows(each), slabs.kind)
     if each <= 16 and slabs.block_scales is not None and slabs.out_features <= _SMALL:
-        return Gemv(1, 2, 4, 2, 6) if each <= 2 else RowGemm(32, 2, 1, 4)
+        return Few(1, 2, 4, 3, 5) if each <= 2 else RowGemm(32, 2, 1, 4)
     few = 8 if slabs.scaled else 3 if slabs.kind == INT4 else 4
     if each <= (few if slabs.kind in (INT4, INT8, FP8) else 16):
-        return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
+        return Few(1, 2, 4, 3, 5) if each <= 8 else Few(2, 2, 4, 3, 4)
     if slabs.kind == CCQ:
         return grouped_tile(32 if each <= 28 else 64 if each <= 60 else 128)
     if by_rows and each > 28 and slabs.block_scales is None:

@@ -8,7 +8,10 @@ quant_any.py's.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
+from itertools import product as product_of
+from math import inf, log2
 from typing import Final
 
 import torch
@@ -26,14 +29,13 @@ from .quant_shapes import (
     Chosen,
     Few,
     Gemm,
-    Gemv,
     Persistent,
-    Pipe,
     RowGemm,
     Shape,
     Tile,
     blocks,
     persistent,
+    slab_bytes,
     tile_room,
     tile_shared,
 )
@@ -42,14 +44,30 @@ from .quant_weights import Weights, dequantized
 _FEW_ROWS: Final = 16
 _SHORT, _LONG = 32, 96  # turns up to which inputs are few, and from which they are many
 _SOME_ROWS: Final = 256
+# Slabs of layers that have too few tiles of quant_persistent.cu, and slabs times turns of those
+# where its ends take longer than its turns.
+_NARROW, _SMALL = 64, 1 << 12
 # Rows from which the library is faster on what took long to unpack.
 _MANY_ROWS: Final = 1024
 # Rows of a tile of quant_persistent.cu, and what a tile costs besides, in rows.
 _TILES: Final = (64, 128, 256)
-_WIDE_TILES: Final = (128, 160, 256)  # where weights are unpacked in registers
 TILE_ENDS: Final = 60
-# Turns from which two blocks that divide them are faster than one round of whole tiles.
-_DIVIDED: Final = 72
+# Where weights are unpacked in registers: microseconds of a turn of tiles of so many rows by 64 and
+# by 128 outputs, more of it for each row that is not there, of the end of a tile, and more of that
+# for each halving of K; fitted to 282 layers and numbers of rows (one H200, 2026-11-30).
+_TURN_US: Final = {
+    32: (0.196, 0.259),
+    64: (0.191, 0.294),
+    128: (0.224, 0.37),
+    160: (0.237, 0.403),
+    256: (inf, 0.659),  # the copy engine brings so many rows too slowly for 64 outputs
+}
+_ABSENT_US: Final = 0.00037
+_END_US, _END_ROW_US = 1.07, 0.0054
+_SHARE_US, _SHARE_ROW_US = 1.03, 0.0089
+# Of the library beside it: bytes that it moves and multiplications that it does in a microsecond,
+# and microseconds besides.
+_BYTES_US, _PRODUCTS_US, _LIBRARY_US = 3.3e6, 3.75e8, 5.0
 # Turns of 128 inputs from which cuBLAS is faster with scales of blocks than tiles of 128 outputs,
 # in large layers.
 _MANY_TURNS: Final = 48
@@ -108,22 +126,25 @@ def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Chosen:
         # Eight rows of x are read as float16 with the weights; more are worth the matrix units' own
         # int8 and fp8.
         if rows <= 8:
-            return _gemv_shape(slabs, rows)
+            return _few_shape(slabs, rows)
         own = _persistent_shape if slabs.block_scales is None else _blocks_shape
         return own(slabs, rows) or (
             None if _library_wins(slabs, rows) else _rows_shape(slabs, rows)
         )
     size = size_of(slabs.num_slabs)
-    few = (slabs.kind == INT4 and size > bool(slabs.scaled)) or (slabs.kind == CCQ and not size)
-    if rows <= _FEW_ROWS or (rows <= 32 and few):
-        return _gemv_shape(slabs, rows)
+    takes_more = slabs.kind == CCQ and not size
+    if slabs.kind == INT4 and slabs.scaled and size == 2:
+        takes_more = slabs.num_slabs <= 4 * num_processors()
+    if rows <= (32 if takes_more else _FEW_ROWS):
+        return _few_shape(slabs, rows)
     if slabs.kind == CCQ or slabs.scaled:
         return _unpacked_shape(slabs, rows)
-    if size == 2 and rows <= 64:
-        return tile_shape(slabs.kind, 0, slabs.num_slabs, rows)
     if rounds and rows > _SOME_ROWS:
         return None
-    return _pipe_shape(slabs, rows) or _small_shape(slabs, rows)
+    is_narrow, is_small = slabs.num_slabs <= _NARROW, slabs.num_slabs * slabs.num_turns < _SMALL
+    if rows <= (128 if is_narrow else 64 if is_small else 0):
+        return _few_rows_shape(slabs, rows)
+    return _tiles_shape(slabs.kind, slabs.num_slabs, slabs.num_turns, rows, num_processors())
 
 
 def size_of(count: int) -> int:
@@ -144,39 +165,22 @@ def _unpacked_shape(slabs: Slabs, rows: int) -> Gemm | Tile | None:
     return tile_shape(slabs.kind, slabs.scaled, slabs.num_slabs, rows)
 
 
-def _small_shape(slabs: Slabs, rows: int) -> Gemm | Tile | None:
-    """Where neither all multiprocessors find a tile of 256 rows, nor weights take long to
-    unpack."""
-    size = size_of(slabs.num_slabs)
-    if rows <= 128:
-        return _few_rows_shape(slabs, rows)
-    is_some = rows <= (_SOME_ROWS if size else 512)
-    return tile_shape(slabs.kind, 0, slabs.num_slabs, rows) if is_some else None
-
-
-def _gemv_shape(slabs: Slabs, rows: int) -> Gemv:
+def _few_shape(slabs: Slabs, rows: int) -> Few:
     """As many slabs a warp as leave work for every multiprocessor."""
     tiles = 1 if rows <= 8 else 2 if rows <= 16 else 4
     count, turns, processors = slabs.num_slabs, slabs.num_turns, num_processors()
-    if count < 2 * processors:
-        is_small = count < processors and tiles < 4
-        return Gemv(tiles, 1, 16, 4, 1) if is_small else Gemv(tiles, 1, 8, 4, 2)
+    is_narrow, is_small = count < processors, count < 2 * processors
     if slabs.kind == CCQ:
+        if is_small:
+            return Few(tiles, 1, 16, 4, 1) if is_narrow and tiles < 4 else Few(tiles, 1, 8, 4, 2)
         if tiles == 2:
-            return Gemv(2, 2, 8, 4 if turns >= _LONG else 2, 2)
-        return Gemv(tiles, 2, 8, 4, 2) if _SHORT < turns < _LONG else Gemv(tiles, 4, 16, 2, 1)
-    if slabs.kind in (INT4, INT8, FP8) and turns > _SHORT and tiles < 4:
-        # A warp that waits for registers waits for all that it has asked for.
-        return _few_shape(slabs, tiles)
-    return Gemv(tiles, 4, 8, 4, 1) if tiles > 1 and slabs.kind == INT4 else Gemv(tiles, 2, 8, 4, 2)
-
-
-def _few_shape(slabs: Slabs, tiles: int) -> Few:
-    if slabs.kind != INT4:
-        return Few(tiles, 2, 8, 4 if tiles == 1 else 3, 2)
-    if tiles == 2:
-        return Few(2, 4, 8, 3, 1)
-    return Few(1, 4, 16, 2, 1) if slabs.scaled and slabs.num_turns >= _LONG else Few(1, 2, 8, 3, 2)
+            return Few(2, 2, 8, 4 if turns >= _LONG else 2, 2)
+        return Few(tiles, 2, 8, 4, 2) if _SHORT < turns < _LONG else Few(tiles, 4, 16, 2, 1)
+    if is_small:
+        return Few(tiles, 1, 16, 3, 1) if is_narrow else Few(tiles, 1, 8, 4, 2)
+    if tiles > 1 and slabs.kind == INT4 and turns > _SHORT:
+        return Few(tiles, 4, 8, 3, 1)
+    return Few(tiles, 2, 8, 4 if tiles == 1 and slabs.kind in (INT8, FP8) else 3, 2)
 
 
 def _parts(blocks: int, each: float, most: int) -> int:
@@ -191,7 +195,7 @@ def _few_rows_shape(slabs: Slabs, rows: int) -> Gemm | Tile:
     """Layers of less than 8192 outputs: narrow tiles, and blocks that divide K where these are
     few."""
     narrow = -(-slabs.num_slabs // 4)
-    if slabs.num_slabs <= 64 and not 32 < rows <= 64:
+    if slabs.num_slabs <= _NARROW and not 32 < rows <= 64:
         return Gemm(32 if rows <= 32 else 64)
     block = 32 if rows <= 32 else 64 if rows <= 64 else 128
     tile = Tile(block, 64, _parts(narrow * -(-rows // block), 1.0, 4), 4, 8, 4, 1)
@@ -249,47 +253,36 @@ def fills(count: int, rows: int) -> bool:
     return busy >= (0.5 if rounds == 1 else 0.7 if rows <= 512 else 0.85 if rows <= 1024 else 0.92)
 
 
-def _pipe_shape(slabs: Slabs, rows: int) -> Pipe | Persistent | None:
-    """None where other kernels, or the library, are faster: tiles that leave the GPU idle, short
-    rows of weights."""
-    count, size, turns = slabs.num_slabs, size_of(slabs.num_slabs), slabs.num_turns
-    across = -(-count // 8)
-    if rows <= 64 or (size < 2 and rows <= 128):
-        return None
-    tile = None
-    if size and (turns < _LONG if rows <= 512 else size == 1 and turns < 48):
-        tile = _busy_tile(slabs, rows, _WIDE_TILES)
-    if tile is not None and 0 < rows % tile < tile // 4:
-        tile = None  # a last tile of few rows takes longer than a full one
-    if tile is not None and turns < _DIVIDED:
-        return persistent(tile, slabs.kind)
-    if rows > 128 and (size or rows > _MANY_ROWS) and turns >= 48 and fills(count, rows):
-        split = _parts(across * -(-rows // 256), 1.0, 2)
-        stages = 6 if slabs.kind == INT4 else 5
-        return Pipe(256, 2, split, stages) if split > 1 else persistent(256, slabs.kind)
-    if tile is not None:
-        return persistent(tile, slabs.kind)
-    if not size:
-        return _own_shape(slabs, rows)
-    if rows > (512 if size == 1 else 128):
-        return None
-    groups = 2 if rows <= _SOME_ROWS else 3
-    return Pipe(128, groups, _parts(-(-count // (4 * groups)) * -(-rows // 128), 1.0, 2), 7)
+@functools.cache
+def _tiles_shape(kind: int, slabs: int, turns: int, rows: int, cores: int) -> Persistent | None:
+    """The tiles of quant_persistent.cu that should be done first where weights are unpacked in
+    registers; None where unpacking all of them, and the library, should."""
 
+    def tiles(shape: Persistent) -> int:
+        return -(-slabs // (4 * shape.groups)) * -(-rows // shape.rows)
 
-def _own_shape(slabs: Slabs, rows: int) -> Persistent | None:
-    """int8 weights of layers of less than 4096 outputs by quant_persistent.cu, where one round of
-    tiles of 64 outputs, or large tiles, keep the GPU busy. None elsewhere."""
-    narrow = -(-slabs.num_slabs // 4) * -(-rows // 128)
-    if slabs.kind != INT8 or rows > 2 * _MANY_ROWS:
-        return None
-    if rows <= _SOME_ROWS:
-        is_busy = 0.6 * num_processors() <= narrow <= num_processors()
-        return persistent(128, INT8, 1) if is_busy else None
-    tile = min(_WIDE_TILES, key=lambda tile: _taken(slabs, rows, tile))
-    useful = slabs.num_slabs / 8 * rows / num_processors()  # rows of one multiprocessor
-    is_busy = rows > 512 and useful >= 0.6 * _taken(slabs, rows, tile)
-    return persistent(tile, INT8) if is_busy else None
+    def has_room(shape: Persistent) -> bool:
+        # Blocks that divide K have to start together; clusters of more leave more places empty. A
+        # second round of narrow tiles took longer than the first one.
+        share = {1: inf if shape.groups == 2 else 1.0, 2: 1.0, 4: 0.8, 8: 0.5}[shape.split]
+        return tiles(shape) * shape.split <= share * cores
+
+    def taken(shape: Persistent) -> float:
+        turn = _TURN_US[shape.rows][shape.groups - 1] + _ABSENT_US * (-rows % shape.rows)
+        end = _END_US + _END_ROW_US * shape.rows
+        end += log2(shape.split) * (_SHARE_US + _SHARE_ROW_US * shape.rows)
+        return -(-tiles(shape) // cores) * (-(-turns // shape.split) * turn + end)
+
+    shapes = (
+        persistent(tile, kind, groups, split)
+        for tile, groups, split in product_of(_TURN_US, (1, 2), (1, 2, 4, 8))
+    )
+    best = min(filter(has_room, shapes), key=taken)
+    numbers = slabs * turns << 10
+    unpacked = numbers * (slab_bytes(kind) / 1024 + 2) / _BYTES_US
+    products = max(numbers * rows / _PRODUCTS_US, numbers * 2 / _BYTES_US)
+    library = unpacked + products + _LIBRARY_US
+    return best if taken(best) <= library else None
 
 
 def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
@@ -301,24 +294,15 @@ def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
         return None
     if slabs.kind == FP8_ROWS and ((size == 2 and rows > 128) or rows > _MANY_ROWS):
         return None
-    tile = _busy_tile(slabs, rows, _TILES)
-    return None if tile is None else persistent(tile, slabs.kind)
+    across, processors = -(-slabs.num_slabs // 8), num_processors()
 
+    def taken(tile: int) -> int:
+        """In rows of one multiprocessor."""
+        return -(-across * -(-rows // tile) // processors) * (tile + TILE_ENDS)
 
-def _busy_tile(slabs: Slabs, rows: int, sizes: tuple[int, ...]) -> int | None:
-    """The tile of these rows with which quant_persistent.cu is done first; None where it leaves the
-    GPU idle."""
-    best = min(sizes, key=lambda tile: _taken(slabs, rows, tile))
-    return best if _tiles(slabs, rows, best) >= 0.6 * num_processors() else None
-
-
-def _tiles(slabs: Slabs, rows: int, tile: int) -> int:
-    return -(-slabs.num_slabs // 8) * -(-rows // tile)
-
-
-def _taken(slabs: Slabs, rows: int, tile: int) -> int:
-    """What tiles of so many rows take, in rows of one multiprocessor."""
-    return -(-_tiles(slabs, rows, tile) // num_processors()) * (tile + TILE_ENDS)
+    tile = min(_TILES, key=taken)
+    is_busy = across * -(-rows // tile) >= 0.6 * processors
+    return persistent(tile, slabs.kind) if is_busy else None
 
 
 def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:

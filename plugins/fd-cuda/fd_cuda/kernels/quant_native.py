@@ -14,14 +14,11 @@ from .quant_layout import CCQ, INT8_ROWS, TRELLIS, TURN, Slabs
 from .quant_shapes import (
     Few,
     Gemm,
-    Gemv,
-    Pipe,
     RowGemm,
     Shape,
     Tile,
+    few_shared,
     gemm_shared,
-    gemv_shared,
-    pipe_shared,
     rows_shared,
     tile_shared,
 )
@@ -96,33 +93,25 @@ def product(
         arguments = [*operands[:4], None, *operands[4:], *ends, *sizes[:3], weight.codes]
         fed(shape, defines, x, arguments, slabs, blocks)
         return y
-    if isinstance(shape, Pipe):
-        fed(shape, defines, x, [*operands[:6], *ends, *sizes[:3]], slabs, blocks)
-        return y
     ids = None if grouping is None else grouping.ids
-    if weight.kind == CCQ and isinstance(shape, Gemv):
+    if weight.kind == CCQ and isinstance(shape, Few):
         own = [x, ctypes.c_longlong(x.stride(0)), *operands[:3], weight.codes, weight.lines]
         arguments = [*own, *operands[4:], ids, *ends, sizes[0], sizes[3]]
         _few_rows("ccq_gemv", shape, {**defines, "WIDTH": x.shape[1]}, arguments, slabs, blocks)
         return y
     own, ends = [x, x.stride(0) // 8], [*ends, x.shape[1]]
-    if isinstance(shape, Few):
-        names = ("HALF", "Y_HALF", "FORMAT", "SCALED", "PAIRED", "EVEN")
-        known = {name: defines[name] for name in names}
-        known["PER_GROUP"] = sizes[2] if weight.scaled else 1
-        arguments = [*own, *operands[:6], *ends, *sizes[:2]]
-        _few_rows("quant_few", shape, known, arguments, slabs, blocks)
-    elif isinstance(shape, Gemv):
-        arguments = [*own, *operands, ids, *ends, *sizes]
-        _few_rows("quant_gemv", shape, defines, arguments, slabs, blocks)
-    else:
+    if isinstance(shape, Gemm):
         _gemm(shape, defines, [*own, *operands[:6], *ends, *sizes[:3]], slabs, blocks)
+    else:
+        known = {**defines, "PER_GROUP": sizes[2] if weight.scaled else 1}
+        arguments = [*own, *operands, ids, *ends, *sizes[:2], sizes[3]]
+        _few_rows("quant_few", shape, known, arguments, slabs, blocks)
     return y
 
 
 def _few_rows(
     name: str,
-    shape: Gemv,
+    shape: Few,
     defines: dict[str, int],
     arguments: list[Any],
     slabs: int,
@@ -136,7 +125,7 @@ def _few_rows(
         "AHEAD": shape.ahead,
         "RESIDENT": shape.resident,
     }
-    shared = gemv_shared(shape, held, defines["FORMAT"], defines["SCALED"])
+    shared = few_shared(shape, held, defines["FORMAT"], defines["SCALED"])
     kernel, grid = native.function(name, {**defines, **sizes}), (-(-slabs // each), blocks, 1)
     native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)
 
@@ -152,37 +141,31 @@ def _gemm(
 
 
 def fed(
-    shape: Pipe | Tile,
+    shape: Tile,
     defines: dict[str, int],
     x: torch.Tensor,
     arguments: list[Any],
     slabs: int,
     blocks: int,
 ) -> None:
-    """Launch a kernel whose activations the copy engine brings; `slabs` that a gate and what
-    belongs to it share count once."""
+    """Launch quant_tile.cu; `slabs` that a gate and what belongs to it share count once."""
     sizes = {
         "BN": shape.rows,
         "GROUPS": shape.groups,
         "SPLIT": shape.split,
         "STAGES": shape.stages,
         "THREADS": shape.threads,
+        "UNPACKERS": shape.unpackers,
+        "TEAMS": shape.teams,
+        "AHEAD": shape.ahead,
+        "RESIDENT": shape.resident,
     }
-    if isinstance(shape, Tile):
-        name, shared = "quant_tile", tile_shared(shape, defines["FORMAT"], defines["SCALED"])
-        sizes |= {
-            "UNPACKERS": shape.unpackers,
-            "TEAMS": shape.teams,
-            "AHEAD": shape.ahead,
-            "RESIDENT": shape.resident,
-        }
-    else:
-        name, shared = "quant_pipe", pipe_shared(shape, defines["FORMAT"], defines["SCALED"])
     own = shape.groups * (1 if defines["FORMAT"] == TRELLIS else 4) // (1 + defines["PAIRED"])
     grid = (-(-slabs // own), blocks, shape.split)
     native.launch(
-        native.function(name, {**defines, **sizes}), grid, shape.threads,
-        [tensor_map.boxes(x, shape.rows), *arguments], shared=shared, cluster=shape.split,
+        native.function("quant_tile", {**defines, **sizes}), grid, shape.threads,
+        [tensor_map.boxes(x, shape.rows), *arguments],
+        shared=tile_shared(shape, defines["FORMAT"], defines["SCALED"]), cluster=shape.split,
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def persistent_product(
     turns = -(-weight.in_features // (2 * TURN)) if by_rows else weight.num_turns
     # The copy engine stores rows that begin at whole 16 bytes, where they lie like those of the
     # tiles.
-    is_boxed = grouping is None and weight.out_features % 8 == 0
+    is_boxed = grouping is None and shape.split == 1 and weight.out_features % 8 == 0
     of_x = tensor_map.boxes(x, shape.rows if grouping is None else shape.box_rows)
     arguments = [
         of_x,
@@ -69,8 +69,11 @@ def persistent_product(
         pieces, shared = boxes(shape, weight.kind)
     flags = {"PAIRED": int(paired), "GROUPED": int(grouping is not None), "BOXES": pieces}
     kernel = _kernel(shape, weight, x.dtype, dtype, flags)
-    grid = (min(tiles, num_processors()), 1, 1)
-    native.launch(kernel, grid, shape.threads, arguments, shared=shared)
+    at_once = tiles if shape.split > 1 else min(tiles, num_processors())
+    native.launch(
+        kernel, (at_once, 1, shape.split), shape.threads, arguments,
+        shared=shared, cluster=shape.split,
+    )  # fmt: skip
     return y
 
 
@@ -93,6 +96,7 @@ def _kernel(
         "BN": shape.rows,
         "BOX_ROWS": shape.box_rows,
         "GROUPS": shape.groups,
+        "SPLIT": shape.split,
         "STAGES": shape.stages,
         "THREADS": shape.threads,
     }

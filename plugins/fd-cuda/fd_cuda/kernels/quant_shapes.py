@@ -19,28 +19,19 @@ _MULTIPROCESSOR: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Gemv:
-    """How quant_gemv.cu is specialized; serves 8 * tiles rows."""
+class Few:
+    """How quant_few.cu, and for CCQ ccq_gemv.cu, is specialized; serves 8 * tiles rows."""
 
     tiles: int
     slabs: int  # a warp's, of outputs
     warps: int
     ahead: int
-    resident: int  # blocks a multiprocessor should hold
+    resident: int  # blocks a multiprocessor should hold; of quant_few.cu all that it has place for
 
     @property
     def rows(self) -> int:
         """Rows of x that a block computes."""
         return 8 * self.tiles
-
-    def __str__(self) -> str:
-        return f"gemv {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r"
-
-
-@dataclass(frozen=True, slots=True)
-class Few(Gemv):
-    """How quant_few.cu is specialized; as many blocks as `resident` says are all that a
-    multiprocessor has place for."""
 
     def __str__(self) -> str:
         return f"few {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r"
@@ -69,24 +60,6 @@ class RowGemm:
 
     def __str__(self) -> str:
         return f"rows {self.rows}x{self.groups * 64} /{self.split} {self.stages}st"
-
-
-@dataclass(frozen=True, slots=True)
-class Pipe:
-    """How quant_pipe.cu is specialized."""
-
-    rows: int  # of x, of a block
-    groups: int  # of four warps, 64 outputs each
-    split: int  # blocks that divide K
-    stages: int
-
-    @property
-    def threads(self) -> int:
-        """Those that multiply and those that feed."""
-        return self.groups * 128 + (128 if self.rows == 256 else 32)
-
-    def __str__(self) -> str:
-        return f"pipe {self.rows}x{self.groups * 64} /{self.split} {self.stages}st"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +106,7 @@ class Persistent:
     rows: int  # of x, of a tile
     stages: int
     groups: int = 2  # of four warps, 64 outputs each
+    split: int = 1  # blocks that divide K
 
     @property
     def box_rows(self) -> int:
@@ -145,7 +119,7 @@ class Persistent:
         return self.groups * 128 + 128
 
     def __str__(self) -> str:
-        return f"persistent {self.rows}x{self.groups * 64} {self.stages}st"
+        return f"persistent {self.rows}x{self.groups * 64} /{self.split} {self.stages}st"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +173,7 @@ class Grouped:
         return f"grouped {self.rows}x{self.slabs * 16} {self.stages}st"
 
 
-Shape = Gemv | Gemm | Pipe | Tile
+Shape = Few | Gemm | Tile
 Chosen = Shape | RowGemm | Persistent | Blocks | Grouped | None  # None: the library
 
 
@@ -220,14 +194,14 @@ def only_resident(shared: int, resident: int) -> int:
     return max(shared, (_MULTIPROCESSOR // (resident + 1) // 1024 + 1) * 1024)
 
 
-def gemv_shared(shape: Gemv, held: int, kind: int, scaled: int) -> int:
-    """Bytes of shared memory of a block: inputs of its warps, of Few weights too, or their parts of
-    the sums of `held` slabs."""
-    is_few = isinstance(shape, Few)
-    weights = held * (slab_bytes(kind) + group_bytes(kind, scaled)) if is_few else 0
+def few_shared(shape: Few, held: int, kind: int, scaled: int) -> int:
+    """Bytes of shared memory of a block: inputs of its warps, and weights but for CCQ, or their
+    parts of the sums of `held` slabs."""
+    groups = -(-held * group_bytes(kind, scaled) // 128) * 128
+    weights = 0 if kind == CCQ else held * slab_bytes(kind) + groups
     ring = shape.ahead * (shape.rows * 128 + weights)
     whole = shape.warps * max(ring, held * 16 * (shape.rows + 1) * 4)
-    return only_resident(whole, shape.resident) if is_few else whole
+    return whole if kind == CCQ else only_resident(whole, shape.resident)
 
 
 def end_shared(rows: int, outputs: int, split: int) -> int:
@@ -241,15 +215,6 @@ def end_shared(rows: int, outputs: int, split: int) -> int:
 def gemm_shared(shape: Gemm) -> int:
     """Bytes of shared memory of a block: tiles of x, what the end takes, what aligning takes."""
     return 1024 + shape.stages * shape.rows * 128 + end_shared(shape.rows, 64, shape.split)
-
-
-def pipe_shared(shape: Pipe, kind: int, scaled: int) -> int:
-    """Bytes of shared memory of a block: barriers, tiles of x and of weights, or what the end takes
-    where these were."""
-    warps = shape.groups * 4
-    weights = warps * slab_bytes(kind) + -(-warps * group_bytes(kind, scaled) // 1024) * 1024
-    tiles = shape.stages * (shape.rows * 128 + weights)
-    return 16 * shape.stages + 1024 + max(tiles, end_shared(shape.rows, warps * 16, shape.split))
 
 
 def tile_shared(shape: Tile, kind: int, scaled: int) -> int:
@@ -274,11 +239,15 @@ def tile_room(shape: Tile) -> int:
 
 def persistent_shared(shape: Persistent, kind: int) -> int:
     """Bytes of shared memory of a block of quant_persistent.cu: barriers, a ring of turns, two
-    tables of rows for every group of warps, what warps are about to store."""
+    tables of rows for every group of warps, what warps are about to store; of blocks that divide K
+    in their place what the end takes where the ring was."""
     warps, by_rows = shape.groups * 4, kind in (INT8_ROWS, FP8_ROWS)
     weights = shape.groups * 64 * 128 if by_rows else warps * slab_bytes(kind)
-    tables = shape.groups * 2 * shape.rows * 8
     ring = shape.stages * (shape.rows * 128 + weights)
+    if shape.split > 1:
+        end = end_shared(shape.rows, shape.groups * 64, shape.split)
+        return 16 * shape.stages + 1024 + max(ring, end)
+    tables = shape.groups * 2 * shape.rows * 8
     return 16 * shape.stages + 1024 + ring + tables + warps * _STORED * 32
 
 
@@ -291,13 +260,14 @@ def boxes(shape: Persistent, kind: int) -> tuple[int, int]:
     return (3, more) if more <= MOST_DYNAMIC else (2, shared)
 
 
-def persistent(rows: int, kind: int, groups: int = 2) -> Persistent:
+def persistent(rows: int, kind: int, groups: int = 2, split: int = 1) -> Persistent:
     """With as many turns ahead, to eight, as there is shared memory for."""
+    most = MOST_DYNAMIC if split == 1 else MOST_SHARED
     for stages in range(8, 2, -1):
-        shape = Persistent(rows, stages, groups)
-        if persistent_shared(shape, kind) <= MOST_DYNAMIC:
+        shape = Persistent(rows, stages, groups, split)
+        if persistent_shared(shape, kind) <= most:
             return shape
-    raise ValueError(f"no three turns of {rows} rows find a place in {MOST_DYNAMIC} bytes")
+    raise ValueError(f"no three turns of {rows} rows find a place in {most} bytes")
 
 
 def grouped_shared(shape: Grouped, kind: int, *, is_int8: bool) -> int:

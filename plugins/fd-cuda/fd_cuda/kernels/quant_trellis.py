@@ -27,7 +27,7 @@ from .trellis_native import (
     TILE,
     TURN,
     Few,
-    Rows,
+    Row,
     Streamed,
     Trellis,
     by_lanes,
@@ -36,7 +36,7 @@ from .trellis_native import (
     grouped_experts,
     rotate,
     rotated,
-    rows_product,
+    row_product,
     streamed_product,
     tile_product,
 )
@@ -49,7 +49,7 @@ _FEW: Final = 8  # rows an expert up to which tet_gemv.cu is faster, eight at a 
 _SOME: Final = 24  # rows an expert from which weights are decoded, to one number instead of two
 _MANY: Final = 40  # rows an expert from which blocks have 128: experts with more than most, too
 _SHORT, _LONG = 64, 128  # turns up to which rows are short, and from which they are long
-_SOME_ROWS: Final = 32  # of a dense layer, up to which tet_rows.cu is faster
+_SOME_ROWS: Final = 32  # of a dense layer, up to which tet_few.cu is faster
 
 
 def prepare(weight: PackedWeight) -> Trellis:
@@ -89,34 +89,32 @@ def linear(x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None) -> torch
 
 
 def product(
-    shape: Streamed | Rows | Tile, x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None
+    shape: Streamed | Row | Tile, x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Of a dense layer, by one kernel or, where blocks do not rotate x themselves, two."""
     if isinstance(shape, Tile):
         return tile_product(shape, rotate(x, weight), x.dtype, weight, bias, x.shape[0])
+    if isinstance(shape, Row):
+        return row_product(shape, x, weight, bias)
     given = x if shape.own else rotate(x, weight)
-    if isinstance(shape, Streamed):
-        return streamed_product(shape, given, x.dtype, weight, bias, x.shape[0])
-    return rows_product(shape, given, x.dtype, weight, bias, x.shape[0])
+    return streamed_product(shape, given, x.dtype, weight, bias, x.shape[0])
 
 
-def choose(weight: Trellis, rows: int) -> Streamed | Rows | Tile | None:
+def choose(weight: Trellis, rows: int) -> Streamed | Row | Tile | None:
     """For a dense layer, as measured on an H200; None for the library."""
     turns, is_narrow = weight.packed.in_features // TURN, 4 * weight.tiles <= num_processors()
+    has_place = 2 * weight.tiles <= num_processors()  # for a second block of each
     if rows > _SOME_ROWS and not batch_invariant():
         return _choose_tile(weight, rows)
     if rows == 1 and turns > _SHORT and not is_narrow:
-        return Rows(1, own=1, registers=128)
+        return Streamed(1, split=2, own=1) if has_place else Row()
     if rows <= 16:
         few = Streamed(1 if rows <= 8 else 2, own=int(rows == 1))
         if is_narrow:
             return replace(few, split=4, piece=4)
         return replace(few, warps=16, piece=4) if rows > 8 and turns > _LONG else few
-    if rows <= 32 and is_narrow:
-        return Rows(2, ahead=2, stages=3)
-    if is_narrow:
-        return Rows(2, warps=8, stages=3, registers=128)
-    return Rows(2, 2) if rows <= 32 else Rows(4, 4, ahead=2, registers=128)
+    tile = _choose_tile(weight, rows) if is_narrow and not batch_invariant() else None
+    return tile or (Streamed(2) if has_place else Streamed(4, ahead=2))
 
 
 def _choose_tile(weight: Trellis, rows: int) -> Tile | None:

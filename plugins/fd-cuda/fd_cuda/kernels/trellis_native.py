@@ -1,4 +1,4 @@
-"""Launches of native/tet_rotate.cu, tet_gemv.cu, tet_few.cu, tet_rows.cu and tet_unpack.cu: what
+"""Launches of native/tet_rotate.cu, tet_gemv.cu, tet_few.cu, tet_row.cu and tet_unpack.cu: what
 the trellis code of two bits needs."""
 
 from __future__ import annotations
@@ -97,25 +97,11 @@ class Few:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """How tet_rows.cu is specialized."""
+class Row:
+    """How tet_row.cu is specialized."""
 
-    eights: int  # of rows, of a block
-    group: int = 1  # sixty-fours of outputs of a block
-    split: int = 1  # blocks that divide K
     warps: int = 16
     ahead: int = 4  # turns that weights are asked for ahead
-    stages: int = 4  # chunks of x in shared memory
-    registers: int = 96  # of a thread
-    own: int = 0  # rows that every block rotates itself
-
-    def shared(self, width: int) -> tuple[int, int]:
-        """Bytes of shared memory of a block: all; those before what other blocks send."""
-        chunk = self.ahead * self.warps // self.group * (self.eights * 512 + 64)
-        inputs = self.own * _row_bytes(width) if self.own else self.stages * chunk
-        parts = self.warps * 64 * (8 * self.eights + 1) * 4
-        inbox = self.group * 64 * self.eights * 8 * 4 if self.split > 1 else 0
-        return max(inputs, parts) + inbox, max(inputs, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,47 +240,19 @@ def few_product(
     return y
 
 
-def rows_product(
-    shape: Rows,
-    x: torch.Tensor | Rotated,
-    dtype: torch.dtype,
-    weight: Trellis,
-    bias: torch.Tensor | None,
-    num_rows: int,
+def row_product(
+    shape: Row, x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Of a dense layer; x as it is where shape.own says that blocks rotate it."""
-    given = (x, None, None) if isinstance(x, torch.Tensor) else (x.numbers, x.scales, x.sums)
+    """Of a dense layer and one row, as it is."""
     packed = weight.packed
-    y = torch.empty((num_rows, packed.out_features), dtype=dtype, device=weight.words.device)
-    defines = {
-        **_rotation(dtype, packed.in_features, weight.block),
-        "TILES": shape.eights,
-        "GROUP": shape.group,
-        "SPLIT": shape.split,
-        "WARPS": shape.warps,
-        "AHEAD": shape.ahead,
-        "STAGES": shape.stages,
-        "REGISTERS": shape.registers,
-        "OWN": shape.own,
-    }
-    shared, inbox_at = shape.shared(packed.in_features)
-    arguments = [
-        *given,
-        weight.words,
-        weight.scales,
-        bias,
-        y,
-        num_rows,
-        packed.out_features,
-        weight.tiles,
-        ctypes.c_longlong(given[0].stride(0)),
-        weight.signs,
-        weight.norm * _UNIT,
-        inbox_at,
-    ]
-    grid = (-(-weight.tiles // shape.group), -(-num_rows // (8 * shape.eights)), shape.split)
-    kernel = native.function("tet_rows", defines)
-    native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared, cluster=shape.split)
+    y = torch.empty((1, packed.out_features), dtype=x.dtype, device=x.device)
+    sizes = {"WARPS": shape.warps, "AHEAD": shape.ahead}
+    kernel = native.function(
+        "tet_row", {**_rotation(x.dtype, packed.in_features, weight.block), **sizes}
+    )
+    shared = max(_row_bytes(packed.in_features), shape.warps * 64 * 9 * 4)
+    arguments = [x, weight.words, weight.scales, bias, y, weight.signs, weight.norm * _UNIT]
+    native.launch(kernel, (weight.tiles, 1, 1), shape.warps * 32, arguments, shared=shared)
     return y
 
 

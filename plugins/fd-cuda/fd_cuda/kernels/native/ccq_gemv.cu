@@ -5,7 +5,7 @@
 // number in 2^-16, plus an offset, in the upper half of a word, where whole numbers say what the definition's floats do;
 // slabs with a row for which none do (`lines` has a zero) go by floats. Windows become half floats MIDDLE more than the
 // weights, for which sums of x, a product with ones for all slabs together, make up.
-// A block computes 16 * MT outputs; its WARPS warps take turns of 64 inputs. GROUPED and PAIRED as in quant_gemv.cu.
+// A block computes 16 * MT outputs; its WARPS warps take turns of 64 inputs. GROUPED and PAIRED as in quant_few.cu.
 
 #include "common.cuh"
 #include "quant.cuh"

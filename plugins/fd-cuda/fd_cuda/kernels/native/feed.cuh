@@ -80,7 +80,7 @@ __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.
 template <int taken>
 __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(taken)); }
 
-// What this thread has stored to shared memory is there for the copy engine to read.
+// What this thread has stored to shared memory, or knows to be stored, is there for the copy engine and the matrix units.
 __device__ __forceinline__ void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // END OF INSTRUCTIONS

@@ -36,11 +36,6 @@
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
-__device__ __forceinline__ void store_matrices(u32 address, const u32* a) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-               ::"r"(address), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
-}
-
 // The nearest fp8 numbers, of what is too large the largest.
 __device__ __forceinline__ u16 narrow_fp8(float first, float second) {
   u16 pair;

@@ -4,7 +4,6 @@
 // registers AHEAD turns of 64 inputs ahead and are unpacked while the matrix units work on the slab
 // before. x is the other operand: BN rows by 64 inputs in shared memory, by cp.async, STAGES turns.
 // A block computes 64 * GROUPS outputs of BN rows; the SPLIT blocks of a cluster divide K (wide.cuh).
-// SCALED as in quant_gemv.cu.
 // A row of x comes out the same whatever M is.
 
 #include "common.cuh"

@@ -85,15 +85,7 @@ __device__ __forceinline__ void multiply_rows(Sum* d, const u32* a, u64 b) {
 #endif
 }
 
-#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 40;")
-#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 232;")
-
 // END OF INSTRUCTIONS
-
-#ifndef GIVE_REGISTERS
-#define GIVE_REGISTERS()
-#define TAKE_REGISTERS()
-#endif
 
 struct Problem {
   const u32* groups;
@@ -545,11 +537,11 @@ quant_grouped(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
   if (PAIRED || warp < MULTIPLIERS) wait_for_previous();
   let_next_start();
   if (warp >= MULTIPLIERS) {
-    GIVE_REGISTERS();
+    give_registers<40>();
     if (warp == MULTIPLIERS) feed(x, w, of, ring, lane);
     return;
   }
-  TAKE_REGISTERS();
+  take_registers<232>();
   unsigned char* stage = memory + (base - full) + STAGES * STAGE + warp * ROWS * 32;
   Place at = {0, 0};
   Tile next = tile_of(of, blockIdx.x, lane);

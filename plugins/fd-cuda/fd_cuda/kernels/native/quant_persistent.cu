@@ -10,17 +10,18 @@
 // BOXES: the copy engine stores results, BOX_ROWS rows of a group's 64 outputs at a time, while the next tile is multiplied;
 // for so many such pieces a group has room, or 0: warps store. Of an expert's block as many times BOX_ROWS rows are brought
 // as it has, and FEWER are computed where it has no more.
-// A row of x comes out the same whatever M is.
+// SPLIT: blocks of a cluster that divide K, one tile each cluster (wide.cuh).
+// A row of x comes out the same whatever M is, with the same SPLIT.
 
 #include "common.cuh"
 #include "quant.cuh"
-#define SPLIT 1
 #include "wide.cuh"
 #include "bytes.cuh"
 #include "feed.cuh"
 #define ROWS BN
 #define COLUMNS (GROUPS * 64)
 #define APART (!BY_ROWS)
+#define EARLY (!GROUPED && !BY_ROWS)  // numbers by rows may have been unpacked by the kernel before
 #define BOX (GROUPED ? BOX_ROWS : BN)
 #include "tiles.cuh"
 
@@ -50,15 +51,7 @@ __device__ __forceinline__ void meet_group(int group) {
   asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
 }
 
-#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 40;")
-#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 232;")
-
 // END OF INSTRUCTIONS
-
-#ifndef GIVE_REGISTERS
-#define GIVE_REGISTERS()
-#define TAKE_REGISTERS()
-#endif
 
 // The outputs whose sums a thread has: of elements 0 and 1 of four, and of 2 and 3. Without PAIRED eight apart, with it a
 // gate and what belongs to it. After the last they repeat it.
@@ -108,12 +101,13 @@ __device__ __forceinline__ Slab slab_of(const unsigned char* slabs, int warp, in
 struct Groups {
   const u32 *first, *second;
   u32 halves;
-  int per_group;
+  int first_turn, per_group;
 
   __device__ __forceinline__ Group at(int turn) const {
-    Group own = load_group(first, turn / per_group);
+    const int group = (first_turn + turn) / per_group;
+    Group own = load_group(first, group);
     if (SCALED && PAIRED) {
-      const Group other = load_group(second, turn / per_group);
+      const Group other = load_group(second, group);
       own.scales = __byte_perm(own.scales, other.scales, halves);
       own.offsets = __byte_perm(own.offsets, other.offsets, halves);
     }
@@ -122,12 +116,13 @@ struct Groups {
 };
 
 __device__ __forceinline__ Groups groups_of(const Problem& of, const Tile& tile, int warp, int lane) {
-  const int num_groups = (of.turns + of.per_group - 1) / of.per_group, held = MULTIPLIERS / (1 + PAIRED);
+  const int num_groups = (of.all + of.per_group - 1) / of.per_group, held = MULTIPLIERS / (1 + PAIRED);
   const auto entries = [&](int nth) {
     const u64 slab = (u64)tile.expert * of.slabs + nth_slab<MULTIPLIERS>(tile.nth, nth, of.slabs);
     return of.groups + slab * num_groups * 8 * SCALED + (lane >> 2);
   };
-  return {entries(warp % held), entries(warp % held + MULTIPLIERS - held), warp < held ? 0x5410u : 0x7632u, of.per_group};
+  return {entries(warp % held), entries(warp % held + MULTIPLIERS - held), warp < held ? 0x5410u : 0x7632u, of.first,
+          of.per_group};
 }
 
 __device__ __forceinline__ void unpack_slab(u32 (*a)[4], const Slab& slab, const Group& group) {
@@ -319,15 +314,32 @@ quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ Te
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, lane = thread & 31, warp = uniform(thread >> 5), group = warp / 4;
   const int across = ((PAIRED ? N / 2 : N) + OUT - 1) / OUT;
-  const Problem of{groups, scales, x_scales, slots, experts, M, N, slabs, turns, per_group, scale_width, 0, blocks, across};
+  const int rank = SPLIT > 1 ? blockIdx.z : 0, first = rank * turns / SPLIT, own = (rank + 1) * turns / SPLIT - first;
+  const Problem of{groups, scales,    x_scales,    slots, experts, M,      N,     slabs,
+                   own,    per_group, scale_width, 0,     blocks,  across, first, turns};
   const Ring ring = open_ring(x, w, memory);
 
   if (warp >= MULTIPLIERS) {
-    GIVE_REGISTERS();
+    give_registers<40>();
     if (thread == MULTIPLIERS * 32) feed(x, w, of, ring);
+#if SPLIT > 1
+    __syncwarp();
+    rest<false>();
+#endif
     return;
   }
-  TAKE_REGISTERS();
+  take_registers<232>();
+  if (EARLY) wait_for_previous();
+#if SPLIT > 1
+  const Tile tile = tile_of(of, blockIdx.x);
+  Sum sums[1][BN / 2] = {};
+  fence_registers(sums[0]);
+  Place at = {0, 0};
+  if (of.turns > 0) add_up<BN>(sums[0], of, tile, ring, at, warp, lane);
+  const Ending ending{(float*)ring.tiles, scales, x_scales, nullptr, bias, y, nullptr, 0, tile.block * BN, rank, M, N};
+  const int column = tile.nth * OUT + warp * 16;
+  finish<MULTIPLIERS * 32, false>(ending, find_factors<MULTIPLIERS * 32, 1>(ending, column, thread), sums, column, thread);
+#else
   unsigned char* const rooms = ring.tiles + STAGES * STAGE;
   Table* const tables = (Table*)(rooms + GROUPS * ROOM) + group * 2;  // of this tile, and of the next one
   const int num_tiles = blocks * across;
@@ -359,5 +371,6 @@ quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ Te
   }
 #if BOXES
   if (thread % 128 == 0) await_reads<0>();  // the block's memory is somebody else's when it has ended
+#endif
 #endif
 }

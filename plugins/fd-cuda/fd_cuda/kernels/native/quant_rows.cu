@@ -5,7 +5,7 @@
 // by cp.async, STAGES turns; W is asked for before the kernel waits for the one before it. Sums of fp8 products
 // have few bits in the matrix units, so those of every turn are added up outside. BY_BLOCK: there they are multiplied
 // with the scales of the turn, which is a block of x's scales [K / 128, rows] and of W's [N / 128, K / 128]. The SPLIT
-// blocks of a cluster divide K (wide.cuh). GROUPED as in quant_gemv.cu; PAIRED: one group of warps has gate
+// blocks of a cluster divide K (wide.cuh). GROUPED as in quant_few.cu; PAIRED: one group of warps has gate
 // rows, the other the up rows that belong to them.
 // A row of x comes out the same whatever M is.
 

@@ -3,9 +3,9 @@
 // UNPACKERS warps, in TEAMS that take turns of 64 inputs, bring slabs of quant.cuh AHEAD of their turns, and put what they
 // unpack into shared memory as wgmma reads it, beside BN rows of x, which the copy engine brings; STAGES such tiles make a
 // ring, in which every stage has its team. GROUPS of four warps multiply 64 outputs each with the rows and do nothing else.
-// The SPLIT blocks of a cluster divide K (wide.cuh). GROUPED and PAIRED as in quant_pipe.cu. The trellis code is not decoded:
-// x is four int8 for two inputs (tet_rotate.cu), and what is stored are the products of tet_gemv.cu, which lie like half
-// floats of as many weights.
+// The SPLIT blocks of a cluster divide K (wide.cuh). GROUPED: a block of rows has an expert; PAIRED: half of the
+// outputs are gates. The trellis code is not decoded: x is four int8 for two inputs (tet_rotate.cu), and what is stored are
+// the products of tet_gemv.cu, which lie like half floats of as many weights.
 // A row of x comes out the same whatever M is.
 
 #include "common.cuh"
@@ -49,27 +49,7 @@ __device__ __forceinline__ void multiply(Sum* d, u64 a, u64 b) {
 #endif
 }
 
-// Lane 8 i + j has the address of row j of matrix i, and gives elements (lane / 4, 2 (lane % 4)) of each.
-__device__ __forceinline__ void store_matrices(u32 address, const u32* a) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-               ::"r"(address), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
-}
-
-// What threads have stored and announced is there for the matrix units. Those that stored it would wait for all their
-// copies here.
-__device__ __forceinline__ void show_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-#if BN == 256  // sums take more registers than all have at first
-#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(UNPACKERS == 4 ? 88 : 72))
-#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(UNPACKERS == 4 ? 208 : 184))
-#endif
-
 // END OF INSTRUCTIONS
-
-#ifndef GIVE_REGISTERS
-#define GIVE_REGISTERS()
-#define TAKE_REGISTERS()
-#endif
 
 __device__ __forceinline__ Place place_of(int turn) { return {turn % STAGES, (u32)(turn / STAGES) & 1}; }
 
@@ -167,7 +147,7 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
 #endif
 
   if (unpacker >= 0) {
-    GIVE_REGISTERS();
+    if (BN == 256) give_registers<UNPACKERS == 4 ? 88 : 72>();  // sums take more than all have at first
     const int team = unpacker / MEMBERS, place = unpacker % MEMBERS * MT;
     unsigned char* const held = ring + STAGES * STAGE + unpacker * AHEAD * HELD;
     const auto slab_of = [&](int m) { return nth_slab<SLABS>(tile, place + m, slabs); };
@@ -223,7 +203,7 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
     rest<PAIRED>();
     return;
   }
-  TAKE_REGISTERS();
+  if (BN == 256) take_registers<UNPACKERS == 4 ? 208 : 184>();
 #if !GROUPED
   wait_for_previous();  // y is the allocator's: what is queued before may still read what was there
 #endif
@@ -242,7 +222,7 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   for (int t = 0; t < count; t++) {
     const Place at = place_of(t);
     await_phase(full + 8 * at.stage, at.parity);
-    show_stores();
+    show_to_copies();  // those that stored it would wait for all their copies here
     const u64 tile_x = descriptor(base + at.stage * STAGE);
     const u64 tile_w = descriptor(base + at.stage * STAGE + TILE_X + warp / 4 * 8192);
     begin_products();

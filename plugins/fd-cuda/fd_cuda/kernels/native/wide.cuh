@@ -32,6 +32,12 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
   return (u64)((address & 0x3ffff) >> 4) | ((u64)1 << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
 }
 
+// Lane 8 i + j has the address of row j of matrix i, and gives elements (lane / 4, 2 (lane % 4)) of each.
+__device__ __forceinline__ void store_matrices(u32 address, const u32* a) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(address), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
+}
+
 // Two matrices of eight by eight, each turned: lane 8 i + j has the address of column j of matrix i, and gives elements
 // (lane / 4, 2 (lane % 4)) and the next of each.
 __device__ __forceinline__ void store_transposed(u32 address, u32 first, u32 second) {
@@ -134,6 +140,7 @@ __device__ __forceinline__ float quick_silu(float x) { return __fdividef(x, 1.f 
 #ifdef SPLIT
 #define FINISHERS (SPLIT < BN / 8 ? SPLIT : BN / 8)  // blocks of a cluster that finish rows, whole eights
 #define SHARE (BN / FINISHERS)                       // rows of such a block
+static_assert(SHARE % 8 == 0, "a block finishes whole eights of rows");
 
 // Where results go, and what they are multiplied with.
 struct Ending {
