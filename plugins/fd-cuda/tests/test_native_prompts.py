@@ -61,6 +61,7 @@ def made(rows: Rows, heads: tuple[int, int], **options: Any) -> tuple[Step, Page
     dtype, size = options.pop("dtype", "bfloat16"), options.pop("block_size", 64)
     spec = gqa(dtype, *heads, options.pop("width", 128))
     spec = replace(spec, window=options.pop("window", 0), sinks=options.pop("sinks", False))
+    spec = replace(spec, rotary_interleaved=options.pop("interleaved", False))
     driver = PagedAttention(spec, size, device, None)
     if not HAS_GPU:
         driver.use(Sizes(Gpu(3, True)))
@@ -119,6 +120,39 @@ def test_heads_in_passes(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         step, driver = made(rows, (8, 4), rotary_dim=128)
         assert driver._native_prompts._heads_together(40) == 1
         step.check(driver, step.batch(is_exact=is_exact))
+
+
+# (heads, numbers that are rotated, interleaved, norms, dtype). A thread's queries are of one token
+# or of two.
+ROTATIONS: list[tuple[tuple[int, int], int, bool, bool, str]] = [
+    ((4, 1), 128, True, True, "float16"),
+    ((5, 1), 64, False, True, "float16"),
+    ((4, 2), 32, True, False, "bfloat16"),
+    ((3, 1), 128, False, False, "bfloat16"),
+    ((2, 1), 0, False, True, "float16"),
+]
+
+
+@pytest.mark.parametrize("case", ROTATIONS, ids=str)
+def test_norms_and_rotation(case: Any) -> None:
+    """Of queries, at positions that are not their indices; items follow each other."""
+    heads, rotary_dim, interleaved, has_norms, dtype = case
+    options: dict[str, Any] = {"rotary_dim": rotary_dim, "has_norms": has_norms, "offset": 5}
+    rows = [(150, 190), (9, 9), (70, 70)]
+    step, driver = made(rows, heads, dtype=dtype, interleaved=interleaved, **options)
+    assert driver._native_prompts.can_rotate(step.q, step.batch(), step.rotary, step.norms)
+    step.check(driver, step.batch())
+
+
+def test_rotations_that_it_does_not_serve() -> None:
+    """Are left to the kernel before it."""
+    options: dict[str, Any] = {"has_norms": True, "dtype": "float16"}
+    for heads, width, rotary_dim in (((4, 1), 128, 24), ((2, 2), 128, 128), ((2, 1), 64, 64)):
+        step, driver = made([(40, 40)], heads, width=width, rotary_dim=rotary_dim, **options)
+        prompts, batch = driver._native_prompts, step.batch()
+        assert prompts.can_run(step.q, batch)
+        assert not prompts.can_rotate(step.q, batch, step.rotary, step.norms)
+        step.check(driver, batch)
 
 
 # (rows, heads, width, window, sinks, block size, dtype). Windows that end within a tile of keys and

@@ -178,23 +178,27 @@ class PagedAttention(AttentionDriver):
     ) -> Tensor:
         """[num_tokens, num_heads * v_head_dim]; k is rotated, k and v are written here."""
         batch, spec, launches = metadata.batch, self.spec, metadata.launches
-        width, turns = spec.num_heads * spec.v_head_dim, rotary is not None or norms is not None
-        # Of steps that only the device knows, what turns prompts' queries clears padding, too.
-        clears = len(launches) > 1 and turns and not batch.is_exact
+        width = spec.num_heads * spec.v_head_dim
+        # Of steps that only the device knows, what writes prompts' keys clears padding, too.
+        clears = len(launches) > 1 and not batch.is_exact
         out = q.new_empty((q.shape[0], width)) if clears else self._out(q, batch, width)
         given = _Given(q, k, v, cache, batch, rotary, norms, sinks)
         for launch in launches:
             if isinstance(launch, _Decodes):
                 self._decode(given, launch, out, writes=len(launches) == 1)
                 continue
-            turned = q.new_empty(q.shape) if turns else q
+            native = self._native_prompts
+            rotates = not self._invariant and native.can_rotate(q, batch, rotary, norms)
+            turns = rotary is not None or norms is not None
+            turned = q.new_empty(q.shape) if turns and not rotates else q
             if self._invariant:
                 self._rotate_and_write(given, turned, None, out, clears=clears)
                 self._attend_invariantly(turned, given, launch, out)
-            elif self._native_prompts.can_run(turned, batch):
+            elif native.can_run(turned, batch):
                 self._rotate_and_write(given, turned, None, out, clears=clears)
-                own = (turned, out, cache, batch, launch.tiles, sinks, self._scale)
-                self._native_prompts.run(*own, self.sizes.gpu.num_multiprocessors)
+                left = (rotary, norms) if rotates else (None, None)
+                own = (turned, out, cache, batch, launch.tiles, *left, sinks, self._scale)
+                native.run(*own, self.sizes.gpu.num_multiprocessors)
             else:
                 keys = k.new_empty(k.shape)
                 self._rotate_and_write(given, turned, keys, out, clears=clears)
@@ -284,7 +288,7 @@ class PagedAttention(AttentionDriver):
     ) -> None:
         """Queries as they are attended to to `turned`, where that is not what was given; keys to
         the cache and to `keys`, for kernels that do not find the step's own there. clears: what
-        `out` holds of padding becomes zeros, where queries are turned."""
+        `out` holds of padding becomes zeros."""
         spec, q, tokens = self.spec, given.q, given.k.shape[0]
         heads, num_queries = spec.num_kv_heads, 0 if turned is q else tokens * spec.num_heads
         rotate_and_write[(cdiv(tokens * heads, _ROPE_ROWS) + cdiv(num_queries, _ROPE_ROWS),)](

@@ -33,6 +33,7 @@ _KEYS: Final = 128
 _MAX_GROUP: Final = 64
 _LEAST_WINDOW: Final = 1024  # of 128 the Triton kernel is quicker, whose tiles are smaller
 _ALIGNMENT: Final = 1024
+_ROTARY_STEP: Final = 16  # numbers: a thread rotates two pieces of eight
 _HELD_BYTES: Final = 20 << 20  # of 50 MB, beside queries and results that pass through
 
 
@@ -198,6 +199,17 @@ class NativePrompts:
         rows of as many tokens each may have some that are not written."""
         return bool(self.rows) and not batch.tokens_per_row and _is_aligned(q)
 
+    def can_rotate(
+        self, q: Tensor, batch: AttentionBatch, rotary: Tensor | None, norms: HeadNorms | None
+    ) -> bool:
+        """Whether it runs with queries that are neither normed nor rotated, where that is quicker
+        than a kernel before it."""
+        if rotary is not None and rotary.shape[1] % _ROTARY_STEP:
+            return False
+        if norms is not None and (norms.q.data_ptr() % 16 or norms.q.dtype != q.dtype):
+            return False
+        return self._group > 1 and q.shape[2] == WIDTH and self.can_run(q, batch)
+
     def _heads_together(self, num_tokens: int) -> int:
         """Key-value heads whose keys and values of a step the second-level cache holds."""
         heads = self._spec.num_kv_heads
@@ -212,12 +224,14 @@ class NativePrompts:
         cache: tuple[Tensor, ...],
         batch: AttentionBatch,
         tiles: Tensor,
+        rotary: Tensor | None,
+        norms: HeadNorms | None,
         sinks: Tensor | None,
         scale: float,
         num_processors: int,
     ) -> None:
-        """Queue it; the step's keys and values are in the cache. `tiles`: prompt_tiles of `rows` //
-        group tokens."""
+        """Queue it; the step's keys and values are in the cache. Queries are still to be rotated
+        and normed with `rotary` and `norms`. `tiles`: prompt_tiles of `rows` // group tokens."""
         spec, tokens, heads = self._spec, self.rows // self._group, self._spec.num_kv_heads
         width, sizes = spec.head_dim, _PROMPT_SIZES[spec.head_dim]
         defines = {
@@ -227,6 +241,9 @@ class NativePrompts:
             "TOKENS": tokens,
             "WINDOW": spec.window,
             "SINKS": int(spec.sinks),
+            "ROTARY": 0 if rotary is None else rotary.shape[1],
+            "INTERLEAVED": int(spec.rotary_interleaved),
+            "NORMS": int(norms is not None),
             "BLOCK_SIZE": self._block_size,
             "BOX": self._box,
             "THREADS": sizes.threads,
@@ -234,9 +251,11 @@ class NativePrompts:
             "TILE_WORDS": TILE_WORDS,
         }
         slots = cache[0].shape[0] * self._block_size
+        norm, _, eps = norm_arguments(norms)
         arguments = [
             tensor_map.head_boxes(q, self._group, tokens),
             *(tensor_map.boxes(x.view(slots, -1), self._box) for x in cache),
+            *(batch.positions, rotary, norm, eps),
             *(tiles, batch.block_tables_dev, sinks, out, scale),
             *(batch.block_tables_dev.stride(0), heads, self._heads_together(q.shape[0])),
         ]

@@ -1,8 +1,8 @@
-"""Norm and rotate a step's queries and keys and write keys and values to the cache: prefill before
-attention.
+"""Norm and rotate a step's keys, write keys and values to the cache: prefill before attention.
 
-Queries are rotated here and not where they are read: a program of the attention kernel has few of
-them, and would wait for their angles before its first product.
+Queries that Triton kernels read are rotated here and not there: a program of the attention kernel
+has few of them, and would wait for their angles before its first product. prompt_attention.cu
+rotates its own.
 """
 
 from __future__ import annotations
@@ -88,11 +88,6 @@ def rotate_and_write(
         )  # fmt: skip
         own = rows.to(tl.int64)[:, None] * WIDTH + dims[None, :]
         tl.store(q_rotated + own, queries, mask=inside[:, None] & wide)
-        if CLEARS:
-            is_padding = tl.load(slot_mapping + token, mask=inside, other=0) < 0
-            cleared = out + rows.to(tl.int64)[:, None] * V_WIDTH + v_dims[None, :]
-            zeros = tl.zeros([ROWS, V_WIDTH_PAD], out.dtype.element_ty)
-            tl.store(cleared, zeros, mask=is_padding[:, None] & (v_dims < V_WIDTH)[None, :])
     else:
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         inside = rows < num_rows
@@ -115,3 +110,10 @@ def rotate_and_write(
             v + at[:, None] + v_dims[None, :], mask=inside[:, None] & v_wide, other=0.0
         )
         tl.store(v_cache + place[:, None] * V_WIDTH + v_dims[None, :], values, mask=kept & v_wide)
+        if CLEARS:
+            GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+            zeros = tl.zeros([ROWS, V_WIDTH_PAD], out.dtype.element_ty)
+            cleared = out + rows.to(tl.int64)[:, None] * (GROUP * V_WIDTH) + v_dims[None, :]
+            is_padding = (inside & (slot < 0))[:, None] & v_wide
+            for nth in range(GROUP):
+                tl.store(cleared + nth * V_WIDTH, zeros, mask=is_padding)

@@ -9,7 +9,8 @@ import triton.language as tl
 
 from .common import batch_invariant, cdiv, join_chain, options, pad2
 
-_MANY = 4096  # rows from which on two of them are one program's
+_MANY = 4096  # rows from which on they fill the GPU: fewer warps have one, or each one its own
+_WIDEST = 2048  # of rows that one program activates
 
 
 @triton.jit(do_not_specialize=["num_rows", "inner"])
@@ -142,8 +143,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     stride1 = x.stride(1) if x.ndim == 3 else 0
     block = pad2(width)
     rows, num_warps = max(1, 512 // block), warps(width)
-    if num_rows >= _MANY and block == 1024 and not batch_invariant():
-        rows = num_warps = 2
+    if num_rows >= _MANY and not batch_invariant():
+        if block == 1024:
+            rows = num_warps = 2
+        elif 2048 < width < 4096:
+            num_warps = 4
     _rms_norm[(cdiv(num_rows, rows),)](
         x, weight, y, num_rows, inner, x.stride(0) if x.ndim > 1 else 0, stride1, eps,
         WIDTH=width, BLOCK=block, ROWS=rows, **options(num_warps=num_warps),
@@ -210,7 +214,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     width = x.shape[1] // 2
     y = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
     if x.shape[0]:
-        block = min(1024, pad2(width))
+        block = pad2(width) if width <= _WIDEST else 1024
         _silu_and_mul[(x.shape[0], cdiv(width, block))](
             x, y, x.stride(0), WIDTH=width, BLOCK=block, **options(num_warps=warps(block))
         )

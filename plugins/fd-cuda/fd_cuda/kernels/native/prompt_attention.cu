@@ -4,7 +4,8 @@
 // One warp feeds: the copy engine brings queries and, STAGES turns of 128 keys ahead, keys and values, those of the next item
 // while this one ends. Groups of four warps have 64 rows each. Each asks for the product of its queries with the next keys
 // and of its weights with the values before, and makes weights while these run; the groups take turns at asking, so that
-// one makes weights while the matrix units work for another.
+// one makes weights while the matrix units work for another. Queries come as the product made them and are normed and
+// rotated where they lie.
 // Keys and values come from the cache, the step's own too, the diagonal first, BOX of a block at a time. Turns that end before
 // the item's WINDOW are left out. The order of a token's sums depends on where it stands alone.
 
@@ -22,6 +23,9 @@
 #define ROWS (TOKENS * GROUP)        // of 64 * ROW_GROUPS
 #define PART_QUERIES (ROW_GROUPS * 64 * 128)
 #define CONSUMERS (ROW_GROUPS * 4)   // warps
+#define LANES 8                      // threads that norm and rotate a query of 128, each two pieces of eight numbers
+#define OWN_QUERIES 4                // of a thread, one after the other
+#define OWN_TOKENS (GROUP % OWN_QUERIES == 0 ? 1 : 2)  // to which they may belong, of groups of several heads
 #define LOG2E 1.4426950408889634f
 #define HEADROOM 8.f                 // weights begin at two to minus so many: float16 goes on to minus 24
 #define SUMS (WIDTH / 2 + 4)         // a thread's: of values, and of ones, which are those of weights
@@ -186,6 +190,120 @@ __device__ __forceinline__ void feed(const TensorMap& q, const TensorMap& k_cach
   }
 }
 
+// What becomes of queries before they meet keys.
+struct Rotation {
+  const long long* positions;
+  const float* cos_sin;
+  const u16* norm;
+  float eps;
+};
+
+// What a thread needs for its queries of an item.
+struct Angles {
+  float cos[OWN_TOKENS][8], sin[OWN_TOKENS][8];
+};
+
+// Of a query's pieces, one of a thread's two, which are partners where halves are rotated.
+__device__ __forceinline__ int piece_of(int lane, int half) {
+  constexpr int rotated = ROTARY / 16;
+  return lane < rotated ? lane + half * rotated : lane + rotated + half * (LANES - rotated);
+}
+
+__device__ __forceinline__ int own_query(int thread) { return thread / LANES * OWN_QUERIES; }
+
+__device__ __forceinline__ void load_four(float* to, const float* from) {
+  const float4 x = *(const float4*)from;
+  to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+}
+
+__device__ __forceinline__ void load_angles(Angles& angles, const Rotation& rotation, const Item& item, int thread) {
+  const int lane = thread % LANES, first = item.begin + own_query(thread) / GROUP;
+#pragma unroll
+  for (int t = 0; t < OWN_TOKENS; t++) {
+    if (lane >= ROTARY / 16) {
+#pragma unroll
+      for (int i = 0; i < 8; i++) angles.cos[t][i] = 1.f, angles.sin[t][i] = 0.f;
+      continue;
+    }
+    const u64 position = rotation.positions[item.first + min(first + t, item.fed - 1)];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const float* at = rotation.cos_sin + position * ROTARY +
+                        (INTERLEAVED ? piece_of(lane, half) * 4 : lane * 8 + half * 4);
+      load_four(angles.cos[t] + half * 4, at);
+      load_four(angles.sin[t] + half * 4, at + ROTARY / 2);
+    }
+  }
+}
+
+// A thread's queries, where they lie. All are loaded before the first is stored, so that none waits for another.
+__device__ __forceinline__ void rotate(unsigned char* queries, const Angles& angles, const Rotation& rotation, int thread) {
+  const auto place_of = [&](int i, int half) {
+    const int row = own_query(thread) + i, piece = piece_of(thread % LANES, half);
+    return (uint4*)(queries + piece / 8 * PART_QUERIES + row * 128 + (((piece ^ row) & 7) << 4));
+  };
+  uint4 pieces[OWN_QUERIES][2];
+#pragma unroll
+  for (int i = 0; i < OWN_QUERIES * 2; i++) pieces[i / 2][i % 2] = *place_of(i / 2, i % 2);
+#if NORMS
+  uint4 norms[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) norms[half] = *(const uint4*)(rotation.norm + piece_of(thread % LANES, half) * 8);
+  float squares[OWN_QUERIES] = {};
+#pragma unroll
+  for (int i = 0; i < OWN_QUERIES * 2; i++) {
+    const uint4 x = pieces[i / 2][i % 2];
+    const u32 pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int w = 0; w < 4; w++)
+      squares[i / 2] = fmaf(low(pairs[w]), low(pairs[w]), fmaf(high(pairs[w]), high(pairs[w]), squares[i / 2]));
+  }
+#pragma unroll
+  for (int step = 1; step < LANES; step *= 2)
+#pragma unroll
+    for (int i = 0; i < OWN_QUERIES; i++) squares[i] += __shfl_xor_sync(~0u, squares[i], step);
+#endif
+#pragma unroll
+  for (int i = 0; i < OWN_QUERIES; i++) {
+    const int row = own_query(thread) + i;
+    const int token = OWN_QUERIES % GROUP == 0 ? i / GROUP : row / GROUP - own_query(thread) / GROUP;
+    float x[2][8];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const uint4 words = pieces[i][half];
+      const u32 pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+      for (int w = 0; w < 4; w++) x[half][w * 2] = low(pairs[w]), x[half][w * 2 + 1] = high(pairs[w]);
+#if NORMS
+      const float factor = rsqrtf(squares[i] / WIDTH + rotation.eps);
+      const u32 norm[4] = {norms[half].x, norms[half].y, norms[half].z, norms[half].w};
+#pragma unroll
+      for (int w = 0; w < 4; w++) {
+        float* pair = x[half] + w * 2;
+        const u32 rounded = pack(pair[0] * factor * low(norm[w]), pair[1] * factor * high(norm[w]));
+        pair[0] = low(rounded), pair[1] = high(rounded);
+      }
+#endif
+    }
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+      float cos = angles.cos[0][e], sin = angles.sin[0][e];
+#pragma unroll
+      for (int t = 1; t < OWN_TOKENS; t++)
+        if (token == t) cos = angles.cos[t][e], sin = angles.sin[t][e];
+      float& first = INTERLEAVED ? x[e / 4][e % 4 * 2] : x[0][e];
+      float& second = INTERLEAVED ? x[e / 4][e % 4 * 2 + 1] : x[1][e];
+      const float was = first;
+      first = was * cos - second * sin;
+      second = second * cos + was * sin;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      *place_of(i, half) = make_uint4(pack(x[half][0], x[half][1]), pack(x[half][2], x[half][3]),
+                                      pack(x[half][4], x[half][5]), pack(x[half][6], x[half][7]));
+  }
+}
+
 // A thread's rows, two of 64. A weight is two to the power of what a product is above `zero`, which lies HEADROOM over the
 // largest product when it was set. It is set again when a product reaches it: mostly nothing that was summed up fades.
 struct Softmax {
@@ -328,8 +446,9 @@ __device__ __forceinline__ void store(u16* out, const Item& item, int heads, con
 }
 
 // What a group of four warps does.
-__device__ __forceinline__ void attend(Items items, u16* out, const float* sinks, float scale, const Barriers& at, u32 queries,
-                                       u32 keys, u32 values, unsigned char* values_there, int thread) {
+__device__ __forceinline__ void attend(Items items, const Rotation& rotation, u16* out, const float* sinks, float scale,
+                                       const Barriers& at, u32 queries, u32 keys, u32 values, unsigned char* queries_there,
+                                       unsigned char* values_there, int thread) {
   const int lane = thread & 31, group = __shfl_sync(~0u, thread / 128, 0);
   const int row = thread / 32 * 16 + (lane >> 2);  // and eight after it
   const u32 own_queries = queries + group * 64 * 128;
@@ -337,7 +456,10 @@ __device__ __forceinline__ void attend(Items items, u16* out, const float* sinks
   u32 round = 0;
   const int next_group = group == ROW_GROUPS - 1 ? 0 : group + 1;
   if (next_group == 0) give_turn(0);
-  for (Item item = items.next(), following; item.fed; item = following) {
+  Angles angles;
+  Item item = items.next();
+  if ((ROTARY || NORMS) && item.fed) load_angles(angles, rotation, item, thread);
+  for (Item following; item.fed; item = following) {
     following = items.next();
     const int turns = item.turns();
     Softmax rows = {{0.f, 0.f}, {true, true}};
@@ -371,6 +493,11 @@ __device__ __forceinline__ void attend(Items items, u16* out, const float* sinks
 
     await_phase(at.full_queries, round);
     round ^= 1;
+    if (ROTARY || NORMS) {
+      rotate(queries_there, angles, rotation, thread);
+      show_to_copies();
+      meet_group(group);
+    }
     await_phase(at.full_keys + 8 * key.stage, key.parity);
     await_turn(group);
     begin_products();
@@ -407,6 +534,7 @@ __device__ __forceinline__ void attend(Items items, u16* out, const float* sinks
     begin_products();
     ask_for_values();
     end_products();
+    if ((ROTARY || NORMS) && following.fed) load_angles(angles, rotation, following, thread);
     await_products<0>();
     leave_values();
     store(out, item, items.heads, sinks, rows, sum, row, lane);
@@ -415,7 +543,8 @@ __device__ __forceinline__ void attend(Items items, u16* out, const float* sinks
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 prompt_attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k_cache,
-                 const __grid_constant__ TensorMap v_cache, const int* __restrict__ tiles,
+                 const __grid_constant__ TensorMap v_cache, const long long* __restrict__ positions,
+                 const float* __restrict__ cos_sin, const u16* __restrict__ norm, float eps, const int* __restrict__ tiles,
                  const int* __restrict__ tables, const float* __restrict__ sinks, u16* out, float scale, int stride_table,
                  int heads, int together) {
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -452,5 +581,6 @@ prompt_attention(const __grid_constant__ TensorMap q, const __grid_constant__ Te
     return;
   }
   take_registers<THREADS == 384 ? 232 : 160>();
-  attend(items, out, sinks, scale, at, queries, keys, values, memory + (values - start), thread);
+  attend(items, {positions, cos_sin, norm, eps}, out, sinks, scale, at, queries, keys, values, memory + (queries - start),
+         memory + (values - start), thread);
 }
