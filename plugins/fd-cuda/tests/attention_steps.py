@@ -259,7 +259,7 @@ def compile_cases(capability: int) -> Iterator[Callable[[], Any]]:
             ([(8, 30), (8, 9)], 8),
             ([(1, 30), (40, 70)], 0),
         ):
-            kinds = (True, False) if not same and spec.kind == "gqa" else (True,)
+            kinds = (True, False) if not same else (True,)
             for is_exact in kinds:
 
                 def case(
