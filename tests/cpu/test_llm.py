@@ -114,6 +114,15 @@ def test_who_turns_collections_off_while_reading_a_stream_keeps_them_off(llm: LL
         gc.enable()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, as in a terminal; what runs in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("stream", [False, True])
 def test_ctrl_c_while_blocks_are_given_loses_none(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, stream: bool
@@ -144,6 +153,7 @@ def test_ctrl_c_while_blocks_are_given_loses_none(
     assert len(generate(llm, PROMPTS, params)) == len(PROMPTS)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_ctrl_c_does_not_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device may hang."""
     after = []
