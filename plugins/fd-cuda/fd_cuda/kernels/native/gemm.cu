@@ -6,7 +6,7 @@
 // kernel waits for the one before it. RESIDENT: the whole share fits into STAGES tiles, so nothing is ever
 // asked for again.
 // EVEN: rows of y and of the residual are whole pieces of 8 bytes.
-// Loops stay loops: a block goes through this code once, and unrolled it waits longer for instructions.
+// Loops stay loops: a block goes through most of this code once, and it was slower unrolled (NOTES.md).
 // GATED: the first half of a tile are gate rows, the second the up rows that belong to them.
 // A row of x comes out the same whatever M is.
 // LORA: with what adapters add to each row, see adapted.cuh.
