@@ -16,6 +16,7 @@ import msgspec
 
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.config.model import read_json
+from fastdeploy_core.config.other_flags import OTHER_DRIVERS
 from fastdeploy_core.config.quantization import (
     QuantizationSettings,
     check_options,
@@ -457,6 +458,11 @@ class _Resolver:
         )
 
     def _layer_driver(self, kind: str, hook: str, questions: Sequence[Any], asked: str) -> None:
+        is_other = asked.lower() in OTHER_DRIVERS.get(kind, ())
+        if is_other and asked not in available(kind, self._inventory):
+            why = f"it is vLLM's; the best driver is chosen: fastdeploy plugins why {kind}"
+            logger.warning("--%s-backend %s has no effect: %s", kind, asked, why)
+            asked = ""
         if asked:
             find(kind, asked, self._inventory)
         if questions:

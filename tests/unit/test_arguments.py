@@ -318,6 +318,8 @@ def test_values_of_other_projects_are_translated() -> None:
         "guided_decoding_backend": "llguidance"
     }
     assert parse("--disable-log-stats") == {"log_stats": False}
+    assert parse("--moe-backend", "auto") == {"moe_backend": ""}
+    assert parse("--log-level", "WARNING") == {"log_level": "warning"}
 
 
 def test_json_options_have_a_dotted_form() -> None:
