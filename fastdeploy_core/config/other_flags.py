@@ -47,7 +47,7 @@ def _read() -> tuple[dict[str, OtherFlag], dict[str, str], dict[str, list[str]]]
 _read_flags, _read_short, _read_drivers = _read()
 OTHER_FLAGS: Final = _read_flags  # by name in underscores
 SHORT: Final = _read_short  # names of short flags, such as -pp
-OTHER_DRIVERS: Final = _read_drivers  # by kind, what vLLM calls its kernels, in lower case
+OTHER_DRIVERS: Final = _read_drivers  # by kind, names that vLLM has for its own, in lower case
 
 
 def answer(name: str, value: Any, shown: str = "") -> None:

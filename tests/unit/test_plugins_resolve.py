@@ -175,11 +175,13 @@ def test_one_attention_driver_must_serve_every_shape(world):
         resolve(with_device(attention_backend="flash"), layers=[GQA, MLA], inventory=world())
 
 
-def test_a_kernel_of_vllm_is_told_and_the_best_driver_chosen(world, caplog):
+def test_a_driver_of_vllm_is_told_and_what_is_installed_is_used(world, caplog):
     for name in ("FLASH_ATTN", "triton_attn"):
         resolved = resolve(with_device(attention_backend=name), layers=[GQA], inventory=world())
         assert resolved.name("attention") == "flash"
         assert f"--attention-backend {name} has no effect" in caplog.text
+    assert resolve(with_grammar("xgrammar"), inventory=world()).grammar.name == "lark"
+    assert "--guided-decoding-backend xgrammar has no effect" in caplog.text
     with pytest.raises(PluginNotFound, match="no attention driver 'FLASH_ATN'"):
         resolve(with_device(attention_backend="FLASH_ATN"), layers=[GQA], inventory=world())
 
