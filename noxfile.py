@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from subprocess import PIPE, STDOUT
@@ -342,11 +343,16 @@ def agents(session: nox.Session) -> None:
         session.run("python", "-m", "venv", str(own))
     session.run(str(own / "bin" / "pip"), "install", "-q", "-U", "aider-chat", external=True)
     test = "plugins/fd-agent-apis/tests/test_real_agents.py"
+    # Outside this repository: aider would keep its history at the root that git shows it.
+    outside = tempfile.gettempdir()
     session.run(
         *("unshare", "-rn", "sh", "-c"),
         f"ip link set lo up && exec pytest -q --rootdir plugins/fd-agent-apis -c "
         f"plugins/fd-agent-apis/pyproject.toml {test}",
-        env={"AGENT_CLIS": f"{folder / 'node_modules' / '.bin'}:{own / 'bin'}"},
+        env={
+            "AGENT_CLIS": f"{folder / 'node_modules' / '.bin'}:{own / 'bin'}",
+            "TMPDIR": outside,
+        },
         external=True,
     )
 

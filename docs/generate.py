@@ -100,7 +100,10 @@ def names() -> str:
             "\n## Always on\n\nAccepted; they ask for what happens anyway.\n",
             table(("argument", "why"), others("always")),
             "\n## Taken without effect\n\nThe start goes on, and one line of the log says what the "
-            "table says: nothing that a client sees depends on them, unless it says so.\n",
+            "table says: nothing that a client sees depends on them, unless it says so. So do "
+            "`--attention-backend`, `--moe-backend` and `--guided-decoding-backend` with a name of "
+            "vLLM's, such as `FLASH_ATTN` or `xgrammar`, unless a driver of that name is "
+            "installed.\n",
             table(("argument", "why"), others("take")),
             "\n## Refused, with the reason\n\nThe start stops: without them, answers, capacity or "
             "security would be other than was asked.\n",

@@ -36,6 +36,7 @@ _REFUSED: Final = {
     "top_p_normalized_logprobs": "LLM(logprobs_mode=...) chooses for all requests",
     "trace_decode_token_ids": "put the tokens into the prompt and ask for prompt_logprobs",
     "truncate_prompt_tokens": "generate(..., tokenization_kwargs={'truncate_prompt_tokens': N})",
+    "watermarking": "answers carry no watermark",
 }
 
 
@@ -69,6 +70,7 @@ class SamplingParams(types.SamplingParams, kw_only=True):
     top_p_normalized_logprobs: bool = False
     trace_decode_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = None
+    watermarking: bool | None = None
 
     def __post_init__(self) -> None:
         for name, reason in _REFUSED.items():

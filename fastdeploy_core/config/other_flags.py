@@ -29,7 +29,7 @@ class OtherFlag:
     harmless: tuple[str, ...] = ()
 
 
-def _read() -> tuple[dict[str, OtherFlag], dict[str, str]]:
+def _read() -> tuple[dict[str, OtherFlag], dict[str, str], dict[str, list[str]]]:
     data = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
     flags = {
         name: OtherFlag(
@@ -41,12 +41,13 @@ def _read() -> tuple[dict[str, OtherFlag], dict[str, str]]:
         for group in data["groups"]
         for name in group["names"]
     }
-    return flags, data["short"]
+    return flags, data["short"], data["drivers"]
 
 
-_read_flags, _read_short = _read()
+_read_flags, _read_short, _read_drivers = _read()
 OTHER_FLAGS: Final = _read_flags  # by name in underscores
 SHORT: Final = _read_short  # names of short flags, such as -pp
+OTHER_DRIVERS: Final = _read_drivers  # by kind, names that vLLM has for its own, in lower case
 
 
 def answer(name: str, value: Any, shown: str = "") -> None:

@@ -16,6 +16,7 @@ import msgspec
 
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.config.model import read_json
+from fastdeploy_core.config.other_flags import OTHER_DRIVERS
 from fastdeploy_core.config.quantization import (
     QuantizationSettings,
     check_options,
@@ -422,6 +423,7 @@ class _Resolver:
         """At most one grammar backend. One that is not asked for by name is not among the chosen:
         it need not work before a request needs it."""
         asked = self._config.structured_outputs.backend
+        asked = self._driver_here("grammar", "--guided-decoding-backend", asked)
         if asked == "off":
             return
         if asked not in ("", "auto"):
@@ -457,12 +459,22 @@ class _Resolver:
         )
 
     def _layer_driver(self, kind: str, hook: str, questions: Sequence[Any], asked: str) -> None:
+        asked = self._driver_here(kind, f"--{kind}-backend", asked)
         if asked:
             find(kind, asked, self._inventory)
         if questions:
             self._take(
                 ask_layer_drivers(self._hooks, self._inventory, kind, hook, questions, asked)
             )
+
+    def _driver_here(self, kind: str, flag: str, asked: str) -> str:
+        """`asked`; or "" with a line in the log, where only vLLM has a driver of that name."""
+        is_other = asked.lower() in OTHER_DRIVERS.get(kind, ())
+        if not is_other or asked in available(kind, self._inventory):
+            return asked
+        why = f"it is vLLM's; what is installed is used: fastdeploy plugins list --kind {kind}"
+        logger.warning("%s %s has no effect: %s", flag, asked, why)
+        return ""
 
     def _ask_requirements(self, hook: str, question: Any, what: str) -> Requirements:
         answer = self._hooks.first(hook, question=question)

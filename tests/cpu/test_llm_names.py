@@ -133,6 +133,7 @@ def test_other_names_of_sampling_parameters_mean_ours() -> None:
         ("repetition_detection", {"min_count": 3}),
         ("routed_experts_prompt_start", 4),
         ("skip_reading_prefix_cache", True),
+        ("watermarking", True),
     ],
 )
 def test_a_sampling_parameter_that_cannot_be_had_says_why(name: str, value: Any) -> None:

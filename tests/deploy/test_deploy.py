@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,8 @@ from fastdeploy_core.serving.http.middleware import OPEN_PATHS
 from tests.server_process import environment, serving
 from tests.server_support import write_null_model
 
-DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm" / "fastdeploy"
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))
 GROUPS = {"prefill": {"perServer": 2, "blockClaim": "kv"}}
@@ -246,8 +248,30 @@ def test_the_autoscaler_decides_how_many_there_are(helm: str) -> None:
     server = _only(objects, "StatefulSet")
     assert "replicas" not in server["spec"]  # else each upgrade would undo its choice
     metric = scaler["metrics"][0]["external"]["metric"]["name"]
-    source = Path(__file__).resolve().parents[2] / "plugins/fd-router/fd_router/metrics.py"
+    source = ROOT / "plugins/fd-router/fd_router/metrics.py"
     assert f'"{metric.removeprefix("fastdeploy_router_")}"' in source.read_text("utf-8")
+
+
+def test_the_image_has_the_commands_and_ports_that_are_asked_of_it() -> None:
+    text = (DEPLOY / "Containerfile").read_text("utf-8")
+    given = dict(re.findall(r'^ARG (\w+)="(.*)"$', text, re.MULTILINE))
+    core = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert given["EXTRA"].strip("[]") in core["optional-dependencies"]
+    commands, installed = {"serve"}, set()  # the core's own, and those of plugins
+    wanted = given["PLUGINS"].split()
+    while wanted:
+        name = wanted.pop()
+        if name.startswith("fd-") and name not in installed:
+            installed.add(name)
+            file = ROOT / "plugins" / name / "pyproject.toml"
+            plugin = tomllib.loads(file.read_text("utf-8"))["project"]
+            commands |= plugin.get("entry-points", {}).get("fastdeploy.commands", {}).keys()
+            wanted += [re.split("[<>=]", each)[0] for each in plugin["dependencies"]]
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))["services"].values()
+    words = [service["command"] for service in services]
+    assert {command for command, *_ in words} | {"launch"} <= commands
+    ports = {word.removeprefix("--port=") for each in words for word in each if "--port" in word}
+    assert re.findall(r"^EXPOSE (.*)$", text, re.MULTILINE) == [" ".join(sorted(ports))]
 
 
 def test_compose_starts_what_the_router_lists() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hatchling.builders.sdist import SdistBuilder
 
 from fastdeploy_core import layers, models
 from fastdeploy_core.plugins.known import providers
@@ -357,6 +358,17 @@ def test_distributions_say_what_an_index_shows(folder: str) -> None:
     core = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert set(project["classifiers"]) | {"Typing :: Typed"} == set(core["classifiers"])
     assert project["description"] and (own / project["readme"]).exists()
+
+
+def test_the_cores_source_distribution_has_its_own_files_alone() -> None:
+    """A pattern without a leading slash would find files of that name in every folder."""
+    builder = SdistBuilder(str(ROOT))
+    packed = {Path(file.relative_path) for file in builder.recurse_included_files()}
+    assert {path.parts[0] for path in packed} == {
+        *("fastdeploy", "fastdeploy_core"),
+        *("ARCHITECTURE.md", "LICENSE", "README.md"),
+    }
+    assert Path("fastdeploy_core/py.typed") in packed
 
 
 def test_every_public_contract_item_is_documented() -> None:

@@ -175,6 +175,25 @@ def test_one_attention_driver_must_serve_every_shape(world):
         resolve(with_device(attention_backend="flash"), layers=[GQA, MLA], inventory=world())
 
 
+def test_a_driver_of_vllm_is_told_and_what_is_installed_is_used(world, caplog):
+    for name in ("FLASH_ATTN", "triton_attn"):
+        resolved = resolve(with_device(attention_backend=name), layers=[GQA], inventory=world())
+        assert resolved.name("attention") == "flash"
+        assert f"--attention-backend {name} has no effect" in caplog.text
+    assert resolve(with_grammar("xgrammar"), inventory=world()).grammar.name == "lark"
+    assert "--guided-decoding-backend xgrammar has no effect" in caplog.text
+    with pytest.raises(PluginNotFound, match="no attention driver 'FLASH_ATN'"):
+        resolve(with_device(attention_backend="FLASH_ATN"), layers=[GQA], inventory=world())
+
+
+def test_an_installed_driver_is_used_though_vllm_has_a_kernel_of_its_name(world, caplog):
+    own = entry("attention", "flashinfer", "any_drivers:Any", "fd-own")
+    asked = with_device(attention_backend="flashinfer")
+    resolved = resolve(asked, layers=[GQA], inventory=world(own))
+    assert resolved.name("attention") == "flashinfer"
+    assert "has no effect" not in caplog.text
+
+
 def test_driver_that_does_not_know_a_kind_of_layer_is_declined_before_it_is_asked(world):
     """Its plugin would accept: to it a window looks like full attention."""
     with pytest.raises(CapabilityError, match=r"flash.*does not declare window"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image, ImageStat
 
 from tests.server_process import ServerProcess
 
@@ -112,6 +114,24 @@ def test_the_state_says_why_each_plugin_was_chosen(open_page: Open) -> None:
     assert "asked for by name" in device.inner_text()
     page.get_by_text("Installed plugins").click()
     page.locator(".lines li", has_text="fd-web").wait_for()
+
+
+def test_screenshots_fit_their_width_and_follow_the_systems_colours(open_page: Open) -> None:
+    page = open_page()
+    answer_with(page, {"content": "A long word: " + "x" * 300 + "\n\n    " + "code " * 60})
+    ask(page, "Show me.")
+    page.get_by_text("A long word").wait_for()
+    for width in (1280, 390):  # a phone's
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        grey = {}
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            shot = Image.open(io.BytesIO(page.screenshot())).convert("L")
+            darkest, lightest = shot.getextrema()
+            assert lightest - darkest > 150  # text can be told from what is behind it
+            grey[scheme] = ImageStat.Stat(shot).mean[0]
+        assert grey["light"] > 180 and grey["dark"] < 75, grey
 
 
 def test_a_wrong_key_shows_nothing(open_page: Open) -> None:
