@@ -9,3 +9,4 @@ inline void copy_ahead(u16* to, const u16* from, bool real) {
 inline void close_group() {}
 template <int COUNT>
 inline void wait_for_groups() {}
+inline void forget(u32&) {}

@@ -7,6 +7,7 @@
 #define WIDTH 128
 #define COLUMNS (8 * NT)
 #define SIZE (COLUMNS * WIDTH)
+#define OWN_EIGHTS (COLUMNS / GROUP > 8 ? 2 : 1)  // of tokens that a row feeds
 #define FLOOR -1e30f
 
 struct Word4 {
@@ -260,7 +261,7 @@ __device__ __forceinline__ void own_key(Word4 (&key)[4], const Tokens& of, int t
 // The step's values, as add_values takes them; written to the cache.
 __device__ __forceinline__ void own_values(Word4 (&value)[4][2], const Tokens& of, u32 group, u32 part) {
 #pragma unroll
-  for (int t = 0; t < 4; ++t) {
+  for (int t = 0; t < 2 * OWN_EIGHTS; ++t) {
     const int token = 2 * part + t % 2 + t / 2 * 8;
     if (token >= of.fed) continue;
     const u16* at = of.v + (long long)(of.first + token) * of.stride_v + of.head * of.stride_v_head;
@@ -317,4 +318,8 @@ __device__ __forceinline__ void leave(const State& state, float* sums, float* be
             make_float4(state.acc[n][i][side], state.acc[n][i][side + 2], state.acc[n][i + 1][side],
                         state.acc[n][i + 1][side + 2]);
     }
+}
+
+__device__ __forceinline__ void add(float (&sum)[4], float weight, const float4& v) {
+  sum[0] += weight * v.x, sum[1] += weight * v.y, sum[2] += weight * v.z, sum[3] += weight * v.w;
 }

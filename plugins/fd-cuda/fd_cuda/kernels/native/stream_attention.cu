@@ -13,7 +13,7 @@
 
 #define CHUNK (16 * UNITS)
 #define STAGE (CHUNK * 2 * WIDTH)
-#define EACH (SIZE / (WARPS * 64))  // pairs of results that a thread has
+#define EACH (SIZE / (WARPS * 128))  // fours of results that a thread has
 static_assert(CHUNK * 2 * 2 >= COLUMNS * 4, "sums of a warp take the place of one stage");
 
 // INSTRUCTIONS
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
     close_group();
   };
   look_up();
-#pragma unroll
+#pragma unroll 1
   for (int stage = 0; stage < STAGES - 1; ++stage) ask(stage);
   int free_stage = STAGES - 1;  // nothing is asked for into it, nobody reads it
   wait_for_previous();
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
       Word4 norm[4];
       load_norm(norm, k_norm, part);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
+      for (int h = 0; h < OWN_EIGHTS; ++h) {
         const int token = group + 8 * h;
         if (8 * h >= now.fed) continue;
         load_key(new_key[h], norm, tokens, token, part);
@@ -212,28 +212,31 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
     if (lane == 0) sums[warp] = own_sums;
     __syncthreads();
     const int begins_in = line.block_of(now.unit), ends_in = line.block_of(now.unit + now.num_tiles - 1);
-    auto store_result = [&](int e, float first, float second) {
+    auto store_results = [&](int e, float (&results)[4], float total) {
       const int at = e / WIDTH;
       const long long token = now.first_token + at / GROUP;
-      *(u32*)(out + ((token * num_kv_heads + now.head) * GROUP + at % GROUP) * WIDTH + e % WIDTH) = pack(first, second);
+      u16* to = out + ((token * num_kv_heads + now.head) * GROUP + at % GROUP) * WIDTH + e % WIDTH;
+      *(uint2*)to = make_uint2(pack(results[0] / total, results[1] / total), pack(results[2] / total, results[3] / total));
     };
     // Of each block at most two segments are part of a row: one that begins it, and one that does not.
     const long long slot = blockIdx.x * 2 + (now.at == now.unit);
     const int used = GROUP * now.fed * WIDTH;  // of SIZE
-    for (int e = threadIdx.x * 2; e < used; e += WARPS * 64) {
+#pragma unroll 1
+    for (int e = threadIdx.x * 4; e < used; e += WARPS * 128) {
       const int at = e / WIDTH;
-      float best = bests[0][at], total = 0.f, first = 0.f, second = 0.f;
+      float best = bests[0][at], total = 0.f, results[4] = {};
 #pragma unroll
       for (int w = 1; w < WARPS; ++w) best = fmaxf(best, bests[w][at]);
 #pragma unroll
       for (int w = 0; w < WARPS; ++w) {
         const float weight = power(bests[w][at] - best);
-        total += weight * totals[w][at], first += weight * sums[w][e], second += weight * sums[w][e + 1];
+        total += weight * totals[w][at];
+        add(results, weight, *(const float4*)(sums[w] + e));
       }
       if (begins_in == ends_in) {
-        store_result(e, first / total, second / total);
+        store_results(e, results, total);
       } else {
-        part_acc[slot * SIZE + e] = first, part_acc[slot * SIZE + e + 1] = second;
+        *(float4*)(part_acc + slot * SIZE + e) = make_float4(results[0], results[1], results[2], results[3]);
         if (e % WIDTH == 0) part_best[slot * COLUMNS + at] = best, part_total[slot * COLUMNS + at] = total;
       }
     }
@@ -249,27 +252,27 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
       if (arrived == ends_in - begins_in) {
         __threadfence();
         // Of one block after the other all elements of a thread at once: their loads wait for memory together.
-        float best[EACH], total[EACH], first[EACH], second[EACH];
+        float best[EACH], total[EACH], results[EACH][4] = {};
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) best[i] = FLOOR, total[i] = first[i] = second[i] = 0.f;
-#pragma unroll 2
+        for (int i = 0; i < EACH; ++i) best[i] = FLOOR, total[i] = 0.f;
+#pragma unroll 1
         for (int b = begins_in; b <= ends_in; ++b) {
           const int of = b * 2 + (b == begins_in);
 #pragma unroll
           for (int i = 0; i < EACH; ++i) {
-            const int e = (threadIdx.x + i * WARPS * 32) * 2, at = e / WIDTH;
+            const int e = (threadIdx.x + i * WARPS * 32) * 4, at = e / WIDTH;
             if (e >= used) continue;
             const float its = __ldcg(part_best + of * COLUMNS + at), larger = fmaxf(best[i], its);
             const float fade = power(best[i] - larger), weight = power(its - larger);
             best[i] = larger, total[i] = total[i] * fade + weight * __ldcg(part_total + of * COLUMNS + at);
-            first[i] = first[i] * fade + weight * __ldcg(part_acc + of * SIZE + e);
-            second[i] = second[i] * fade + weight * __ldcg(part_acc + of * SIZE + e + 1);
+            for (float& result : results[i]) result *= fade;
+            add(results[i], weight, __ldcg((const float4*)(part_acc + of * SIZE + e)));
           }
         }
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-          const int e = (threadIdx.x + i * WARPS * 32) * 2;
-          if (e < used) store_result(e, first[i] / total[i], second[i] / total[i]);
+          const int e = (threadIdx.x + i * WARPS * 32) * 4;
+          if (e < used) store_results(e, results[i], total[i]);
         }
       }
     }
