@@ -323,3 +323,27 @@ __device__ __forceinline__ void leave(const State& state, float* sums, float* be
 __device__ __forceinline__ void add(float (&sum)[4], float weight, const float4& v) {
   sum[0] += weight * v.x, sum[1] += weight * v.y, sum[2] += weight * v.z, sum[3] += weight * v.w;
 }
+
+// Four elements from e on of what the warps of a block have summed, by the largest score of their column.
+template <class Sums>
+__device__ __forceinline__ void add_warps(float (&sum)[4], float& best, float& total, const Sums& sums_of,
+                                          const float (&bests)[WARPS][COLUMNS], const float (&totals)[WARPS][COLUMNS], int e) {
+  const int at = e / WIDTH;
+  best = bests[0][at], total = 0.f;
+#pragma unroll
+  for (int w = 1; w < WARPS; ++w) best = fmaxf(best, bests[w][at]);
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) {
+    const float weight = power(bests[w][at] - best);
+    total += weight * totals[w][at];
+    add(sum, weight, *(const float4*)(sums_of(w) + e));
+  }
+}
+
+// Four results of the row's columns, from e on.
+__device__ __forceinline__ void store_results(u16* out, int first_token, int head, int num_kv_heads, int e, const float (&x)[4]) {
+  const int at = e / WIDTH;
+  const long long token = first_token + at / GROUP;
+  u16* to = out + ((token * num_kv_heads + head) * GROUP + at % GROUP) * WIDTH + e % WIDTH;
+  *(uint2*)to = make_uint2(pack(x[0], x[1]), pack(x[2], x[3]));
+}

@@ -136,9 +136,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
   }
 
   bring_together(state, sums, own, rank, [&](int e, const float (&results)[4]) {
-    const int at = e / WIDTH;
-    const long long token = first_token + at / GROUP;
-    u16* to = out + ((token * num_kv_heads + head) * GROUP + at % GROUP) * WIDTH + e % WIDTH;
-    *(uint2*)to = make_uint2(pack(results[0], results[1]), pack(results[2], results[3]));
+    store_results(out, first_token, head, num_kv_heads, e, results);
   });
 }

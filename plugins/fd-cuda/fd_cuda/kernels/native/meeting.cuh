@@ -103,15 +103,8 @@ __device__ __forceinline__ void bring_together(const State& state, float* sums, 
 #pragma unroll 1
   for (int e = threadIdx.x * 4; e < used; e += WARPS * 128) {
     const int at = e / WIDTH;
-    float best = bests[0][at], total = 0.f, sum[4] = {};
-#pragma unroll
-    for (int w = 1; w < WARPS; ++w) best = fmaxf(best, bests[w][at]);
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-      const float weight = power(bests[w][at] - best);
-      total += weight * totals[w][at];
-      add(sum, weight, *(const float4*)(sums + w * SIZE + e));
-    }
+    float best, total, sum[4] = {};
+    add_warps(sum, best, total, [&](int w) { return sums + w * SIZE; }, bests, totals, e);
     *(float4*)(block_sums + e) = make_float4(sum[0], sum[1], sum[2], sum[3]);
     if (e % WIDTH == 0) block_best[at] = best, block_total[at] = total;
   }

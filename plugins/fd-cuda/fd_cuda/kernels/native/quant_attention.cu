@@ -242,15 +242,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) quant_attent
 #endif
 
   bring_together(state, sums, own, rank, [&](int e, float (&results)[4]) {
-    const int at = e / WIDTH, channel = head * WIDTH + e % WIDTH;
-    const long long token = first_token + at / GROUP;
+    const int channel = head * WIDTH + e % WIDTH;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (IS_STATIC) results[i] *= ((const float*)v_scales)[channel + i];
       if (IS_STATIC && HAS_LOW) results[i] += v_lows[channel + i];
       if (own.context == 0) results[i] = 0.f;  // a row that stands in
     }
-    u16* to = out + ((token * num_kv_heads + head) * GROUP + at % GROUP) * WIDTH + e % WIDTH;
-    *(uint2*)to = make_uint2(pack(results[0], results[1]), pack(results[2], results[3]));
+    store_results(out, first_token, head, num_kv_heads, e, results);
   });
 }

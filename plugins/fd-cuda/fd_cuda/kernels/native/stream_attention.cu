@@ -212,11 +212,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
     if (lane == 0) sums[warp] = own_sums;
     __syncthreads();
     const int begins_in = line.block_of(now.unit), ends_in = line.block_of(now.unit + now.num_tiles - 1);
-    auto store_results = [&](int e, float (&results)[4], float total) {
-      const int at = e / WIDTH;
-      const long long token = now.first_token + at / GROUP;
-      u16* to = out + ((token * num_kv_heads + now.head) * GROUP + at % GROUP) * WIDTH + e % WIDTH;
-      *(uint2*)to = make_uint2(pack(results[0] / total, results[1] / total), pack(results[2] / total, results[3] / total));
+    auto store = [&](int e, float (&results)[4], float total) {
+      for (float& result : results) result /= total;
+      store_results(out, now.first_token, now.head, num_kv_heads, e, results);
     };
     // Of each block at most two segments are part of a row: one that begins it, and one that does not.
     const long long slot = blockIdx.x * 2 + (now.at == now.unit);
@@ -224,17 +222,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
 #pragma unroll 1
     for (int e = threadIdx.x * 4; e < used; e += WARPS * 128) {
       const int at = e / WIDTH;
-      float best = bests[0][at], total = 0.f, results[4] = {};
-#pragma unroll
-      for (int w = 1; w < WARPS; ++w) best = fmaxf(best, bests[w][at]);
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) {
-        const float weight = power(bests[w][at] - best);
-        total += weight * totals[w][at];
-        add(results, weight, *(const float4*)(sums[w] + e));
-      }
+      float best, total, results[4] = {};
+      add_warps(results, best, total, [&](int w) { return sums[w]; }, bests, totals, e);
       if (begins_in == ends_in) {
-        store_results(e, results, total);
+        store(e, results, total);
       } else {
         *(float4*)(part_acc + slot * SIZE + e) = make_float4(results[0], results[1], results[2], results[3]);
         if (e % WIDTH == 0) part_best[slot * COLUMNS + at] = best, part_total[slot * COLUMNS + at] = total;
@@ -272,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
           const int e = (threadIdx.x + i * WARPS * 32) * 4;
-          if (e < used) store_results(e, results[i], total[i]);
+          if (e < used) store(e, results[i], total[i]);
         }
       }
     }
