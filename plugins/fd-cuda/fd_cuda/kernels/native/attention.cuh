@@ -16,9 +16,10 @@ struct Word4 {
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
+// A warp takes half of each key's lines with one load and the other half with the next.
 __device__ __forceinline__ Word4 load_past_l1(const u16* at) {
   Word4 w;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.cg.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(w.x[0]), "=r"(w.x[1]), "=r"(w.x[2]), "=r"(w.x[3])
                : "l"(at));
   return w;
