@@ -10,13 +10,7 @@
 // What is read before wait_for_previous was written by the plan's kernel or earlier, see attention/plan.py;
 // those loads go past the L1 cache.
 #include "meeting.cuh"
-
-// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
-
-// What the compiler knows of the value it forgets, or else it would write code for each that it may have.
-__device__ __forceinline__ void forget(u32& value) { asm volatile("" : "+r"(value)); }
-
-// END OF INSTRUCTIONS
+#include "copies.cuh"
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_attention(
     const u16* q, const u16* k, const u16* v, u16* out,
@@ -58,12 +52,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
       }
   };
   // Loads of the first turn, then queries, then turns, each of which asks for the next one: in one loop, as each of
-  // its parts is some hundred instructions that a block fetches.
+  // its parts is some hundred instructions that a block fetches. What is kept hides from the compiler which turn it is: it
+  // would write the first one apart.
   State state;
   u32 is_first = 1;
 #pragma unroll 1
   for (int turn = worker;; turn += num_workers) {
-    forget(is_first);
+    keep(is_first);
     const bool goes_on = begin + turn * TURN < end;
     // The table's answer for the next turn takes as long as a load of keys: ask early.
     const int place = goes_on ? place_of(own, turn, lane) : 0;
@@ -80,14 +75,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
       }
     }
     if (goes_on) load_keys(place);
-    forget(is_first);
+    keep(is_first);
     if (!is_first) {
       weigh<UNITS>(state, s);
 #pragma unroll
       for (int u = 0; u < UNITS; ++u) add_values(state, s[u], value[u]);
     }
     if (goes_on) load_values(place);
-    forget(is_first);
+    keep(is_first);
     if (is_first) {
       // Warp n makes the queries of columns 8 n to 8 n + 8.
       const int column = warp * 8 + group;

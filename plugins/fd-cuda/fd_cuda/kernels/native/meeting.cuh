@@ -25,33 +25,12 @@ __device__ __forceinline__ void await() {
 }
 
 // What lies in the shared memory of block `rank` of the cluster, at the address it has here.
-__device__ __forceinline__ float of_block(const float* here, u32 rank) {
+template <class T>
+__device__ __forceinline__ T of_block(const T* here, u32 rank) {
 #if CLUSTER > 1
-  u32 at = (u32)__cvta_generic_to_shared(here);
-  float value;
-  asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.f32 %0, [there];}"
-               : "=f"(value)
-               : "r"(at), "r"(rank)
-               : "memory");
-  return value;
-#else
-  return *here;
+  asm volatile("mapa.u64 %0, %0, %1;" : "+l"(here) : "r"(rank));
 #endif
-}
-
-__device__ __forceinline__ float4 of_block(const float4* here, u32 rank) {
-#if CLUSTER > 1
-  u32 at = (u32)__cvta_generic_to_shared(here);
-  float4 v;
-  asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; "
-               "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];}"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(at), "r"(rank)
-               : "memory");
-  return v;
-#else
   return *here;
-#endif
 }
 
 // END OF INSTRUCTIONS

@@ -10,30 +10,12 @@
 //
 // What is read before wait_for_previous was written by the plan's kernel or earlier, see attention/plan.py.
 #include "attention.cuh"
+#include "copies.cuh"
 
 #define CHUNK (16 * UNITS)
 #define STAGE (CHUNK * 2 * WIDTH)
 #define EACH (SIZE / (WARPS * 128))  // fours of results that a thread has
 static_assert(CHUNK * 2 * 2 >= COLUMNS * 4, "sums of a warp take the place of one stage");
-
-// INSTRUCTIONS
-
-// 16 bytes to shared memory, past L1; zeros where they are not `real`.
-__device__ __forceinline__ void copy_ahead(u16* to, const u16* from, bool real) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from),
-               "r"(real ? 16 : 0)
-               : "memory");
-}
-
-__device__ __forceinline__ void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// All but the newest `COUNT` groups of this thread have come.
-template <int COUNT>
-__device__ __forceinline__ void wait_for_groups() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(COUNT) : "memory");
-}
-
-// END OF INSTRUCTIONS
 
 // Where the 16 bytes `i` of a token lie, so that what a warp reads at once is in different banks.
 __device__ __forceinline__ int of_key(int token, int i) { return token * WIDTH + (i ^ (token & 1) << 2) * 8; }
@@ -111,19 +93,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
   };
   auto ask = [&](int stage) {
     if (more) {
-      u16* to = ring + stage * STAGE;
+      const u32 to = shared_address(ring + stage * STAGE);
       const int count = ahead.end - ahead.begin - chunk * CHUNK, i = lane % 16;
 #pragma unroll
       for (int pair = 0; pair < CHUNK / 2; ++pair) {
         const int token = pair * 2 + lane / 16;
         const long long from = (long long)__shfl_sync(~0u, place, token) * WIDTH + i * 8;
-        copy_ahead(to + of_key(token, i), k_cache + from, token < count);
-        copy_ahead(to + of_value(token, i), v_cache + from, token < count);
+        copy_async(to + of_key(token, i) * 2, k_cache + from, token < count);
+        copy_async(to + of_value(token, i) * 2, v_cache + from, token < count);
       }
       chunk += WARPS;
       look_up();
     }
-    close_group();
+    commit();
   };
   look_up();
 #pragma unroll 1
@@ -173,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
     clear(state);
     if (owns) attend_own(state, new_key, new_value, queries, now.fed, scale, lane);
     for (int first = now.begin + warp * CHUNK; first < now.end; first += WARPS * CHUNK) {
-      wait_for_groups<STAGES - 2>();
+      await_own_copies<STAGES - 2>();
       __syncwarp();
       ask(free_stage);
       free_stage = free_stage == STAGES - 1 ? 0 : free_stage + 1;
