@@ -51,9 +51,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
         for (int h = 0; h < 2; ++h) value[u][t][h] = load_past_l1(at + of_run(group, h));
       }
   };
-  // Loads of the first turn, then queries, then turns, each of which asks for the next one: in one loop, as each of
-  // its parts is some hundred instructions that a block fetches. What is kept hides from the compiler which turn it is: it
-  // would write the first one apart.
+  // One loop, as each of its parts is some hundred instructions that a block has to fetch: loads of the first turn, queries,
+  // then turns, each of which asks for the next one's keys and values. `keep` hides from the compiler which turn it is, or
+  // else it would write the first one apart.
   State state;
   u32 is_first = 1;
 #pragma unroll 1
