@@ -20,10 +20,14 @@ struct Index {
 struct float4 {
   float x, y, z, w;
 };
+struct uint2 {
+  u32 x, y;
+};
 struct uint4 {
   u32 x, y, z, w;
 };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline int min(int a, int b) { return a < b ? a : b; }
 
@@ -167,6 +171,7 @@ inline void await() {
   }
   __syncthreads();
 }
-inline float of_block(const float* here, u32 rank) {
-  return *(const float*)((const char*)here - &anchor + (*block->anchors)[rank]);
+template <class T>
+inline T of_block(const T* here, u32 rank) {
+  return *(const T*)((const char*)here - &anchor + (*block->anchors)[rank]);
 }

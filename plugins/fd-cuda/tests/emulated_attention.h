@@ -2,10 +2,13 @@
 #include "emulated.h"
 
 inline void __syncwarp() { gather(block->warp_turn, warp_first(), 32); }
-inline void copy_ahead(u16* to, const u16* from, bool real) {
-  if (real) std::memcpy(to, from, 16);
-  else std::memset(to, 0, 16);
+inline u32 shared_address(const void* p) { return (u32)((const char*)p - (const char*)shared); }
+inline void copy_async(u32 to, const void* from, bool inside) {
+  if (inside) std::memcpy((char*)shared + to, from, 16);
+  else std::memset((char*)shared + to, 0, 16);
 }
-inline void close_group() {}
-template <int COUNT>
-inline void wait_for_groups() {}
+inline void commit() {}
+template <int left>
+inline void await_own_copies() {}
+template <class T>
+inline void keep(T&) {}

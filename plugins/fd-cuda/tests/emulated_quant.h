@@ -5,10 +5,6 @@
 #undef __align__
 #define __align__(n) __attribute__((aligned(n)))
 
-struct uint2 {
-  u32 x, y;
-};
-inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 #define memory ((unsigned char*)shared)
 
 struct float2 {

@@ -11,7 +11,7 @@ decode.py and prefill.py, over the same plan.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -138,14 +138,10 @@ class NativeDecode:
         writes: bool,
     ) -> None:
         """Queue it; see decode_attention of decode.py."""
-        spec, tiles = self._spec, columns // 8
+        spec = self._spec
         defines = {
             "HALF": int(spec.dtype == "float16"),
             "GROUP": self._group,
-            "NT": tiles,
-            "WARPS": shape.warps,
-            "UNITS": shape.units,
-            "OCCUPANCY": shape.occupancy,
             "BLOCK_SIZE": self._block_size,
             "ROTARY": int(rotary is not None),
             "INTERLEAVED": int(spec.rotary_interleaved),
@@ -161,20 +157,49 @@ class NativeDecode:
             *norm_arguments(norms),
             spec.num_kv_heads,
         ]
-        threads = 32 * shape.warps
-        if isinstance(shape, StreamShape):
-            defines |= {"TILE": shape.tile, "STAGES": shape.stages}
-            kernel = native.function("stream_attention", defines)
-            shared = 4096 * tiles + shape.warps * shape.stages * shape.units * 16 * 2 * 2 * WIDTH
-            arguments += [shape.num_blocks, int(writes)]
-            native.launch(kernel, (shape.num_blocks, 1, 1), threads, arguments, shared=shared)
+        if not isinstance(shape, StreamShape):
+            arguments.append(int(writes))
+            launch_splits("decode_attention", shape, columns, defines, items, spec, arguments)
             return
-        defines |= {"TILE": shape.plan.tile, "CLUSTER": shape.cluster}
-        kernel = native.function("decode_attention", defines)
-        grid = (items.shape[0], spec.num_kv_heads, shape.cluster)
-        shared = 4 * tiles * (512 + 1024 * (shape.warps + 1))
-        arguments.append(int(writes))
-        native.launch(kernel, grid, threads, arguments, shared=shared, cluster=shape.cluster)
+        defines |= {**_sizes(shape, columns), "TILE": shape.tile, "STAGES": shape.stages}
+        ring = shape.warps * shape.stages * shape.units * 16 * 2 * 2 * WIDTH
+        arguments += [shape.num_blocks, int(writes)]
+        native.launch(
+            native.function("stream_attention", defines), (shape.num_blocks, 1, 1),
+            32 * shape.warps, arguments, shared=512 * columns + ring,
+        )  # fmt: skip
+
+
+def _sizes(shape: NativeShape | StreamShape, columns: int) -> dict[str, int]:
+    """What kernels of decodes are specialized by."""
+    return {
+        "NT": columns // 8,
+        "WARPS": shape.warps,
+        "UNITS": shape.units,
+        "OCCUPANCY": shape.occupancy,
+    }
+
+
+def launch_splits(
+    name: str,
+    shape: NativeShape,
+    columns: int,
+    defines: dict[str, int],
+    items: Tensor,
+    spec: AttentionSpec,
+    arguments: list[Any],
+) -> None:
+    """Queue a kernel that serves items of a plan by clusters: decode_attention.cu or
+    quant_attention.cu."""
+    sizes = {**_sizes(shape, columns), "TILE": shape.plan.tile, "CLUSTER": shape.cluster}
+    native.launch(
+        native.function(name, {**defines, **sizes}),
+        (items.shape[0], spec.num_kv_heads, shape.cluster),
+        32 * shape.warps,
+        arguments,
+        shared=columns // 8 * 4 * (512 + 1024 * (shape.warps + 1)),
+        cluster=shape.cluster,
+    )
 
 
 class NativePrompts:

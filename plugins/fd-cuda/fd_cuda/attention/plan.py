@@ -8,7 +8,7 @@ all lengths: all splits are about equally long, and there are no more than the g
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -312,31 +312,32 @@ def decode_items(
     """(items [num_items, ITEM] int32, counters [num_counters] int32), filled by one small
     kernel."""
     num_items = shape.num_items(num_seqs)
-    items = torch.empty((num_items, ITEM), dtype=torch.int32, device=seq_lens.device)
-    counters = torch.empty(num_counters, dtype=torch.int32, device=seq_lens.device)
-    rows = max(16, pad2(num_seqs))
-    cut_decodes[(cdiv(num_items, _ITEMS_PER_PROGRAM),)](
-        seq_lens,
-        cu_seqlens,
-        items,
-        counters,
-        num_seqs,
-        shape.target,
-        num_items,
-        num_counters,
-        max_tokens=max_tokens,
-        TILE=shape.tile,
-        MIN_TILES=shape.min_tiles,
-        MAX_SPLITS=shape.max_splits,
-        NEW_IN_CACHE=new_in_cache,
-        WINDOW=window,
-        CHUNK=chunk,
-        ROWS=rows,
-        ITEMS=_ITEMS_PER_PROGRAM,
-        SIZE=ITEM,
-        PDL=has_pdl(),
-        num_warps=4 if rows <= 256 else 8,
-    )
+    return _cut(
+        cut_decodes, cdiv(num_items, _ITEMS_PER_PROGRAM), num_items, num_counters,
+        (seq_lens, cu_seqlens), (num_seqs, shape.target, num_items, num_counters, max_tokens),
+        TILE=shape.tile, MIN_TILES=shape.min_tiles, MAX_SPLITS=shape.max_splits,
+        NEW_IN_CACHE=new_in_cache, WINDOW=window, CHUNK=chunk, ITEMS=_ITEMS_PER_PROGRAM,
+    )  # fmt: skip
+
+
+def _cut(
+    kernel: Any,
+    programs: int,
+    num_items: int,
+    num_counters: int,
+    lengths: tuple[torch.Tensor, torch.Tensor],
+    numbers: tuple[int, ...],
+    **sizes: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel writes; `numbers` begin with that of rows."""
+    items = torch.empty((num_items, ITEM), dtype=torch.int32, device=lengths[0].device)
+    counters = torch.empty(num_counters, dtype=torch.int32, device=lengths[0].device)
+    rows = max(16, pad2(numbers[0]))
+    warps = 4 if rows <= 256 else 8
+    kernel[(programs,)](
+        *(*lengths, items, counters, *numbers),
+        **sizes, ROWS=rows, SIZE=ITEM, PDL=has_pdl(), num_warps=warps,
+    )  # fmt: skip
     return items, counters
 
 
@@ -361,29 +362,12 @@ def stream_items(
     shape: StreamShape,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(items [num_blocks + num_seqs, ITEM], counters [num_seqs * num_heads]) of cut_stream."""
-    num_items, num_counters = shape.num_blocks + num_seqs, num_seqs * num_heads
-    items = torch.empty((num_items, ITEM), dtype=torch.int32, device=seq_lens.device)
-    counters = torch.empty(num_counters, dtype=torch.int32, device=seq_lens.device)
-    rows = max(16, pad2(num_seqs))
-    cut_stream[(cdiv(shape.num_blocks, _SHARES_PER_PROGRAM) + 1,)](
-        seq_lens,
-        cu_seqlens,
-        items,
-        counters,
-        num_seqs,
-        num_heads,
-        shape.num_blocks,
-        num_counters,
-        max_tokens=max_tokens,
-        TILE=shape.tile,
-        LEAST=_LEAST_IN_LINE,
-        ROWS=rows,
-        ITEMS=_SHARES_PER_PROGRAM,
-        SIZE=ITEM,
-        PDL=has_pdl(),
-        num_warps=4 if rows <= 256 else 8,
-    )
-    return items, counters
+    blocks, num_counters = shape.num_blocks, num_seqs * num_heads
+    return _cut(
+        cut_stream, cdiv(blocks, _SHARES_PER_PROGRAM) + 1, blocks + num_seqs, num_counters,
+        (seq_lens, cu_seqlens), (num_seqs, num_heads, blocks, num_counters, max_tokens),
+        TILE=shape.tile, LEAST=_LEAST_IN_LINE, ITEMS=_SHARES_PER_PROGRAM,
+    )  # fmt: skip
 
 
 def split_parts(

@@ -6,10 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from fd_cuda.kernels import native
 from fd_cuda.kernels.quant_layout import FP8_ROWS, INT4, INT8_ROWS
 
-from .native_gqa import NativeDecode, NativeShape
+from .native_gqa import NativeDecode, NativeShape, launch_splits
 from .plan import decode_items, split_parts
 
 if TYPE_CHECKING:
@@ -68,12 +67,9 @@ class QuantizedDecode:
     ) -> None:
         """Queue it. `scales`: of keys and values, by slot and head in float16, or by channel in
         float32; and by how much channels of values are shifted."""
-        spec, shape, tiles = self._spec, splits.shape, splits.columns // 8
-        q = (
-            q
-            if q.stride(2) == 1 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
-            else q.contiguous()
-        )
+        spec = self._spec
+        if q.stride(2) != 1 or q.stride(0) % 8 or q.stride(1) % 8:
+            q = q.contiguous()
         defines = {
             "HALF": int(spec.dtype == "float16"),
             "Y_HALF": 0,
@@ -81,30 +77,13 @@ class QuantizedDecode:
             "SCALED": 0,
             "IS_STATIC": int(is_static),
             "GROUP": spec.num_heads // spec.num_kv_heads,
-            "NT": tiles,
-            "WARPS": shape.warps,
-            "UNITS": shape.units,
-            "OCCUPANCY": shape.occupancy,
             "BLOCK_SIZE": self._block_size,
-            "TILE": shape.plan.tile,
-            "CLUSTER": shape.cluster,
         }
+        tables = batch.block_tables_dev
         arguments: list[Any] = [
-            *(
-                q,
-                out,
-                *numbers,
-                *scales,
-                splits.items,
-                batch.block_tables_dev,
-                *splits.parts,
-                scale,
-            ),
-            *(q.stride(0), q.stride(1), batch.block_tables_dev.stride(0), spec.num_kv_heads),
+            *(q, out, *numbers, *scales, splits.items, tables, *splits.parts, scale),
+            *(q.stride(0), q.stride(1), tables.stride(0), spec.num_kv_heads),
         ]
-        kernel = native.function("quant_attention", defines)
-        grid = (splits.items.shape[0], spec.num_kv_heads, shape.cluster)
-        shared = 4 * tiles * (512 + 1024 * (shape.warps + 1))
-        native.launch(
-            kernel, grid, 32 * shape.warps, arguments, shared=shared, cluster=shape.cluster
+        launch_splits(
+            "quant_attention", splits.shape, splits.columns, defines, splits.items, spec, arguments
         )

@@ -7,6 +7,7 @@
 #define WIDTH 128
 #define COLUMNS (8 * NT)
 #define SIZE (COLUMNS * WIDTH)
+#define OWN_EIGHTS (COLUMNS / GROUP > 8 ? 2 : 1)  // of tokens that a row feeds
 #define FLOOR -1e30f
 
 struct Word4 {
@@ -15,9 +16,10 @@ struct Word4 {
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
+// A warp takes half of each key's lines with one load and the other half with the next.
 __device__ __forceinline__ Word4 load_past_l1(const u16* at) {
   Word4 w;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.cg.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(w.x[0]), "=r"(w.x[1]), "=r"(w.x[2]), "=r"(w.x[3])
                : "l"(at));
   return w;
@@ -33,13 +35,6 @@ __device__ __forceinline__ long long load_past_l1(const long long* at) {
   long long value;
   asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(value) : "l"(at));
   return value;
-}
-
-__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, "
-               "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ u32 transposed(u32 x) {
@@ -260,7 +255,7 @@ __device__ __forceinline__ void own_key(Word4 (&key)[4], const Tokens& of, int t
 // The step's values, as add_values takes them; written to the cache.
 __device__ __forceinline__ void own_values(Word4 (&value)[4][2], const Tokens& of, u32 group, u32 part) {
 #pragma unroll
-  for (int t = 0; t < 4; ++t) {
+  for (int t = 0; t < 2 * OWN_EIGHTS; ++t) {
     const int token = 2 * part + t % 2 + t / 2 * 8;
     if (token >= of.fed) continue;
     const u16* at = of.v + (long long)(of.first + token) * of.stride_v + of.head * of.stride_v_head;
@@ -317,4 +312,32 @@ __device__ __forceinline__ void leave(const State& state, float* sums, float* be
             make_float4(state.acc[n][i][side], state.acc[n][i][side + 2], state.acc[n][i + 1][side],
                         state.acc[n][i + 1][side + 2]);
     }
+}
+
+__device__ __forceinline__ void add(float (&sum)[4], float weight, const float4& v) {
+  sum[0] += weight * v.x, sum[1] += weight * v.y, sum[2] += weight * v.z, sum[3] += weight * v.w;
+}
+
+// Four elements from e on of what the warps of a block have summed, by the largest score of their column.
+template <class Sums>
+__device__ __forceinline__ void add_warps(float (&sum)[4], float& best, float& total, const Sums& sums_of,
+                                          const float (&bests)[WARPS][COLUMNS], const float (&totals)[WARPS][COLUMNS], int e) {
+  const int at = e / WIDTH;
+  best = bests[0][at], total = 0.f;
+#pragma unroll
+  for (int w = 1; w < WARPS; ++w) best = fmaxf(best, bests[w][at]);
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) {
+    const float weight = power(bests[w][at] - best);
+    total += weight * totals[w][at];
+    add(sum, weight, *(const float4*)(sums_of(w) + e));
+  }
+}
+
+// Four results of the row's columns, from e on.
+__device__ __forceinline__ void store_results(u16* out, int first_token, int head, int num_kv_heads, int e, const float (&x)[4]) {
+  const int at = e / WIDTH;
+  const long long token = first_token + at / GROUP;
+  u16* to = out + ((token * num_kv_heads + head) * GROUP + at % GROUP) * WIDTH + e % WIDTH;
+  *(uint2*)to = make_uint2(pack(x[0], x[1]), pack(x[2], x[3]));
 }

@@ -53,6 +53,14 @@ __device__ __forceinline__ u32 scaled(u32 x, u32 g, float& squares) {
   return pack(a * low(g), b * high(g));
 }
 
+// c + a b: sixteen rows by eight columns by sixteen.
+__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
+               "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 // The chain of kernels: see common.py.
 __device__ __forceinline__ void let_next_start() {
 #if PDL

@@ -13,7 +13,13 @@
 #define PAIRED (ROUNDS % 2 == 0)
 #define AT(i) (PAIRED ? (i) / 2 * 64 * WARPS + (i) % 2 * 32 : (i) * 32 * WARPS)
 #define HELD (ROUNDS < AHEAD ? ROUNDS : AHEAD)
-#define GROUP (TILES > 1 || (NORM && ROUNDS > 8) ? 3 : 6)  // rounds whose inputs are asked for at once
+#define GROUP (TILES > 1 || ROUNDS > 8 ? 3 : 6)  // rounds whose inputs are asked for at once
+// Left to itself the compiler takes a few registers more than two blocks of eight warps have.
+#if WARPS == 8 && TILES == 1 && ROUNDS > 2 * AHEAD
+#define BOUNDS WARPS * 32, 2
+#else
+#define BOUNDS WARPS * 32
+#endif
 
 // What a thread needs of x, and of the norm's weights, for GROUP rounds.
 struct Inputs {
@@ -40,7 +46,7 @@ __device__ __forceinline__ void ask_for_inputs(Inputs& in, const u16* const (&x)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
+extern "C" __global__ void __launch_bounds__(BOUNDS)
 gemv(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm,
      const u16* __restrict__ w, const u16* __restrict__ bias, const u16* residual, u16* y,
      int M, int N, float eps) {

@@ -24,19 +24,13 @@ __device__ __forceinline__ void await() {
 #endif
 }
 
-// A float in the shared memory of block `rank` of the cluster, at the address it has here.
-__device__ __forceinline__ float of_block(const float* here, u32 rank) {
+// What lies in the shared memory of block `rank` of the cluster, at the address it has here.
+template <class T>
+__device__ __forceinline__ T of_block(const T* here, u32 rank) {
 #if CLUSTER > 1
-  u32 at = (u32)__cvta_generic_to_shared(here);
-  float value;
-  asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.f32 %0, [there];}"
-               : "=f"(value)
-               : "r"(at), "r"(rank)
-               : "memory");
-  return value;
-#else
-  return *here;
+  asm volatile("mapa.u64 %0, %0, %1;" : "+l"(here) : "r"(rank));
 #endif
+  return *here;
 }
 
 // END OF INSTRUCTIONS
@@ -64,13 +58,14 @@ __device__ __forceinline__ bool read_item(Item& item, const int* items, const in
 }
 
 // Lane l: where token l of a turn lies; past the end it is the last one once more.
-__device__ __forceinline__ long long place_of(const Item& item, int turn, u32 lane) {
+__device__ __forceinline__ int place_of(const Item& item, int turn, u32 lane) {
   const int token = min(item.begin + turn * TURN + (int)(lane % TURN), item.end - 1);
   const int block = load_past_l1(item.table + token / BLOCK_SIZE);
-  return ((long long)block * BLOCK_SIZE + token % BLOCK_SIZE) * item.num_kv_heads + item.head;
+  return (block * BLOCK_SIZE + token % BLOCK_SIZE) * item.num_kv_heads + item.head;
 }
 
-// sums: [WARPS + 1][SIZE] of shared memory. store(e, result): element e % WIDTH of column e / WIDTH.
+// sums: [WARPS + 1][SIZE] of shared memory. store(e, results): four elements of column e / WIDTH, from e % WIDTH on.
+// Loops stay loops: a block goes through most of this once, and instructions have to be fetched.
 template <class Store>
 __device__ __forceinline__ void bring_together(const State& state, float* sums, const Item& item, u32 rank,
                                                const Store& store) {
@@ -84,41 +79,39 @@ __device__ __forceinline__ void bring_together(const State& state, float* sums, 
   leave(state, sums + warp * SIZE, bests[warp], totals[warp], lane);
   __syncthreads();
   const int used = GROUP * item.fed * WIDTH;  // of SIZE
-  for (int e = threadIdx.x; e < used; e += WARPS * 32) {
+#pragma unroll 1
+  for (int e = threadIdx.x * 4; e < used; e += WARPS * 128) {
     const int at = e / WIDTH;
-    float best = bests[0][at], total = 0.f, sum = 0.f;
-#pragma unroll
-    for (int w = 1; w < WARPS; ++w) best = fmaxf(best, bests[w][at]);
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-      const float weight = power(bests[w][at] - best);
-      total += weight * totals[w][at], sum += weight * sums[w * SIZE + e];
-    }
-    block_sums[e] = sum;
+    float best, total, sum[4] = {};
+    add_warps(sum, best, total, [&](int w) { return sums + w * SIZE; }, bests, totals, e);
+    *(float4*)(block_sums + e) = make_float4(sum[0], sum[1], sum[2], sum[3]);
     if (e % WIDTH == 0) block_best[at] = best, block_total[at] = total;
   }
 
   // Blocks of the cluster: each adds up its share of the elements.
   __syncthreads();
   arrive(), await();
-  const int share = (used + CLUSTER - 1) / CLUSTER, last = min(used, (int)(rank + 1) * share);
+  const int share = used / CLUSTER, first = rank * share, last = first + share;
   const long long item_part = ((long long)blockIdx.x * item.num_kv_heads + item.head) * COLUMNS;
-  for (int e = rank * share + threadIdx.x; e < last; e += WARPS * 32) {
+#pragma unroll 1
+  for (int e = first + threadIdx.x * 4; e < last; e += WARPS * 128) {
     const int at = e / WIDTH;
-    float bests_of[CLUSTER], best = FLOOR, total = 0.f, sum = 0.f;
+    float bests_of[CLUSTER], best = FLOOR, total = 0.f, sum[4] = {};
 #pragma unroll
     for (int b = 0; b < CLUSTER; ++b) best = fmaxf(best, bests_of[b] = of_block(block_best + at, b));
 #pragma unroll
     for (int b = 0; b < CLUSTER; ++b) {
       const float weight = power(bests_of[b] - best);
-      total += weight * of_block(block_total + at, b), sum += weight * of_block(block_sums + e, b);
+      total += weight * of_block(block_total + at, b);
+      add(sum, weight, of_block((const float4*)(block_sums + e), b));
     }
     if (item.num_splits == 1) {
-      store(e, sum / total);
+      for (float& value : sum) value /= total;
+      store(e, sum);
     } else {
-      item.part_acc[item_part * WIDTH + e] = sum;
+      *(float4*)(item.part_acc + item_part * WIDTH + e) = make_float4(sum[0], sum[1], sum[2], sum[3]);
       // Every share may begin within a column: whoever has its first element here says the same.
-      if (e % WIDTH == 0 || e == (int)rank * share) item.part_best[item_part + at] = best, item.part_total[item_part + at] = total;
+      if (e % WIDTH == 0 || e == first) item.part_best[item_part + at] = best, item.part_total[item_part + at] = total;
     }
   }
   arrive();  // what is in this block's own shared memory is of no more use to it
@@ -136,19 +129,21 @@ __device__ __forceinline__ void bring_together(const State& state, float* sums, 
     if (arrived == item.num_splits - 1) {
       __threadfence();
       const long long stride = (long long)item.num_kv_heads * COLUMNS;
-      const long long first = item_part - item.split * stride;
-      for (int e = rank * share + threadIdx.x; e < last; e += WARPS * 32) {
+      const long long part = item_part - item.split * stride;
+#pragma unroll 1
+      for (int e = first + threadIdx.x * 4; e < last; e += WARPS * 128) {
         const int at = e / WIDTH;
-        float best = FLOOR, total = 0.f, sum = 0.f;
-#pragma unroll 8
-        for (int s = 0; s < item.num_splits; ++s) best = fmaxf(best, __ldcg(item.part_best + first + s * stride + at));
-#pragma unroll 8
+        float best = FLOOR, total = 0.f, sum[4] = {};
+#pragma unroll 4
+        for (int s = 0; s < item.num_splits; ++s) best = fmaxf(best, __ldcg(item.part_best + part + s * stride + at));
+#pragma unroll 4
         for (int s = 0; s < item.num_splits; ++s) {
-          const float weight = power(__ldcg(item.part_best + first + s * stride + at) - best);
-          total += weight * __ldcg(item.part_total + first + s * stride + at);
-          sum += weight * __ldcg(item.part_acc + (first + s * stride) * WIDTH + e);
+          const float weight = power(__ldcg(item.part_best + part + s * stride + at) - best);
+          total += weight * __ldcg(item.part_total + part + s * stride + at);
+          add(sum, weight, __ldcg((const float4*)(item.part_acc + (part + s * stride) * WIDTH + e)));
         }
-        store(e, sum / total);
+        for (float& value : sum) value /= total;
+        store(e, sum);
       }
     }
   }

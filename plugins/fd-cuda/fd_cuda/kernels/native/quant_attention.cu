@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) quant_attent
   const int worker = rank * WARPS + warp, num_workers = CLUSTER * WARPS;
   Numbers key[UNITS][2][2], value[UNITS][4];
   u16 key_scale[UNITS][2][EACH], value_scale[UNITS][2][EACH];
-  auto load_keys = [&](long long place) {
+  auto load_keys = [&](int place) {
 #pragma unroll
     for (int u = 0; u < UNITS; ++u)
 #pragma unroll
@@ -107,13 +107,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) quant_attent
           if (!IS_STATIC) key_scale[u][h][e] = load_scale((const u16*)k_scales + at * EACH + e);
       }
   };
-  auto load_values = [&](long long place) {
+  auto load_values = [&](int place) {
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
 #pragma unroll
       for (int t = 0; t < 4; ++t) {
         const int token = u * 16 + 2 * part + t % 2 + t / 2 * 8;
-        value[u][t] = load_numbers(v_cache + __shfl_sync(~0u, place, token) * ROW_BYTES, group * 16);
+        value[u][t] = load_numbers(v_cache + (long long)__shfl_sync(~0u, place, token) * ROW_BYTES, group * 16);
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) quant_attent
   };
   int turn = worker;
   bool works = begin + turn * TURN < end;
-  const long long first_place = works ? place_of(own, turn, lane) : 0;
+  const int first_place = works ? place_of(own, turn, lane) : 0;
   wait_for_previous();  // it may have written what is newest
   if (works) {
     load_keys(first_place);
@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) quant_attent
   while (works) {
     // The table's answer for the next turn takes as long as a load of keys: ask early.
     const bool goes_on = begin + (turn + num_workers) * TURN < end;
-    const long long next_place = goes_on ? place_of(own, turn + num_workers, lane) : 0;
+    const int next_place = goes_on ? place_of(own, turn + num_workers, lane) : 0;
     float s[UNITS][NT][4], of_value[UNITS][2];
     [[maybe_unused]] float shift[UNITS][2], best[NT][2];
 #pragma unroll
@@ -241,13 +241,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) quant_attent
     }
 #endif
 
-  bring_together(state, sums, own, rank, [&](int e, float result) {
-    const int at = e / WIDTH;
-    const long long token = first_token + at / GROUP;
+  bring_together(state, sums, own, rank, [&](int e, float (&results)[4]) {
     const int channel = head * WIDTH + e % WIDTH;
-    if (IS_STATIC) result *= ((const float*)v_scales)[channel];
-    if (IS_STATIC && HAS_LOW) result += v_lows[channel];
-    if (own.context == 0) result = 0.f;  // a row that stands in
-    out[((token * num_kv_heads + head) * GROUP + at % GROUP) * WIDTH + e % WIDTH] = narrow(result);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (IS_STATIC) results[i] *= ((const float*)v_scales)[channel + i];
+      if (IS_STATIC && HAS_LOW) results[i] += v_lows[channel + i];
+      if (own.context == 0) results[i] = 0.f;  // a row that stands in
+    }
+    store_results(out, first_token, head, num_kv_heads, e, results);
   });
 }

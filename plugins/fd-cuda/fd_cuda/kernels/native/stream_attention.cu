@@ -10,30 +10,12 @@
 //
 // What is read before wait_for_previous was written by the plan's kernel or earlier, see attention/plan.py.
 #include "attention.cuh"
+#include "copies.cuh"
 
 #define CHUNK (16 * UNITS)
 #define STAGE (CHUNK * 2 * WIDTH)
-#define EACH (SIZE / (WARPS * 64))  // pairs of results that a thread has
+#define EACH (SIZE / (WARPS * 128))  // fours of results that a thread has
 static_assert(CHUNK * 2 * 2 >= COLUMNS * 4, "sums of a warp take the place of one stage");
-
-// INSTRUCTIONS
-
-// 16 bytes to shared memory, past L1; zeros where they are not `real`.
-__device__ __forceinline__ void copy_ahead(u16* to, const u16* from, bool real) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from),
-               "r"(real ? 16 : 0)
-               : "memory");
-}
-
-__device__ __forceinline__ void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// All but the newest `COUNT` groups of this thread have come.
-template <int COUNT>
-__device__ __forceinline__ void wait_for_groups() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(COUNT) : "memory");
-}
-
-// END OF INSTRUCTIONS
 
 // Where the 16 bytes `i` of a token lie, so that what a warp reads at once is in different banks.
 __device__ __forceinline__ int of_key(int token, int i) { return token * WIDTH + (i ^ (token & 1) << 2) * 8; }
@@ -111,22 +93,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
   };
   auto ask = [&](int stage) {
     if (more) {
-      u16* to = ring + stage * STAGE;
+      const u32 to = shared_address(ring + stage * STAGE);
       const int count = ahead.end - ahead.begin - chunk * CHUNK, i = lane % 16;
 #pragma unroll
       for (int pair = 0; pair < CHUNK / 2; ++pair) {
         const int token = pair * 2 + lane / 16;
         const long long from = (long long)__shfl_sync(~0u, place, token) * WIDTH + i * 8;
-        copy_ahead(to + of_key(token, i), k_cache + from, token < count);
-        copy_ahead(to + of_value(token, i), v_cache + from, token < count);
+        copy_async(to + of_key(token, i) * 2, k_cache + from, token < count);
+        copy_async(to + of_value(token, i) * 2, v_cache + from, token < count);
       }
       chunk += WARPS;
       look_up();
     }
-    close_group();
+    commit();
   };
   look_up();
-#pragma unroll
+#pragma unroll 1
   for (int stage = 0; stage < STAGES - 1; ++stage) ask(stage);
   int free_stage = STAGES - 1;  // nothing is asked for into it, nobody reads it
   wait_for_previous();
@@ -156,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
       Word4 norm[4];
       load_norm(norm, k_norm, part);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
+      for (int h = 0; h < OWN_EIGHTS; ++h) {
         const int token = group + 8 * h;
         if (8 * h >= now.fed) continue;
         load_key(new_key[h], norm, tokens, token, part);
@@ -173,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
     clear(state);
     if (owns) attend_own(state, new_key, new_value, queries, now.fed, scale, lane);
     for (int first = now.begin + warp * CHUNK; first < now.end; first += WARPS * CHUNK) {
-      wait_for_groups<STAGES - 2>();
+      await_own_copies<STAGES - 2>();
       __syncwarp();
       ask(free_stage);
       free_stage = free_stage == STAGES - 1 ? 0 : free_stage + 1;
@@ -212,28 +194,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
     if (lane == 0) sums[warp] = own_sums;
     __syncthreads();
     const int begins_in = line.block_of(now.unit), ends_in = line.block_of(now.unit + now.num_tiles - 1);
-    auto store_result = [&](int e, float first, float second) {
-      const int at = e / WIDTH;
-      const long long token = now.first_token + at / GROUP;
-      *(u32*)(out + ((token * num_kv_heads + now.head) * GROUP + at % GROUP) * WIDTH + e % WIDTH) = pack(first, second);
+    auto store = [&](int e, float (&results)[4], float total) {
+      for (float& result : results) result /= total;
+      store_results(out, now.first_token, now.head, num_kv_heads, e, results);
     };
     // Of each block at most two segments are part of a row: one that begins it, and one that does not.
     const long long slot = blockIdx.x * 2 + (now.at == now.unit);
     const int used = GROUP * now.fed * WIDTH;  // of SIZE
-    for (int e = threadIdx.x * 2; e < used; e += WARPS * 64) {
+#pragma unroll 1
+    for (int e = threadIdx.x * 4; e < used; e += WARPS * 128) {
       const int at = e / WIDTH;
-      float best = bests[0][at], total = 0.f, first = 0.f, second = 0.f;
-#pragma unroll
-      for (int w = 1; w < WARPS; ++w) best = fmaxf(best, bests[w][at]);
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) {
-        const float weight = power(bests[w][at] - best);
-        total += weight * totals[w][at], first += weight * sums[w][e], second += weight * sums[w][e + 1];
-      }
+      float best, total, results[4] = {};
+      add_warps(results, best, total, [&](int w) { return sums[w]; }, bests, totals, e);
       if (begins_in == ends_in) {
-        store_result(e, first / total, second / total);
+        store(e, results, total);
       } else {
-        part_acc[slot * SIZE + e] = first, part_acc[slot * SIZE + e + 1] = second;
+        *(float4*)(part_acc + slot * SIZE + e) = make_float4(results[0], results[1], results[2], results[3]);
         if (e % WIDTH == 0) part_best[slot * COLUMNS + at] = best, part_total[slot * COLUMNS + at] = total;
       }
     }
@@ -249,27 +225,27 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
       if (arrived == ends_in - begins_in) {
         __threadfence();
         // Of one block after the other all elements of a thread at once: their loads wait for memory together.
-        float best[EACH], total[EACH], first[EACH], second[EACH];
+        float best[EACH], total[EACH], results[EACH][4] = {};
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) best[i] = FLOOR, total[i] = first[i] = second[i] = 0.f;
-#pragma unroll 2
+        for (int i = 0; i < EACH; ++i) best[i] = FLOOR, total[i] = 0.f;
+#pragma unroll 1
         for (int b = begins_in; b <= ends_in; ++b) {
           const int of = b * 2 + (b == begins_in);
 #pragma unroll
           for (int i = 0; i < EACH; ++i) {
-            const int e = (threadIdx.x + i * WARPS * 32) * 2, at = e / WIDTH;
+            const int e = (threadIdx.x + i * WARPS * 32) * 4, at = e / WIDTH;
             if (e >= used) continue;
             const float its = __ldcg(part_best + of * COLUMNS + at), larger = fmaxf(best[i], its);
             const float fade = power(best[i] - larger), weight = power(its - larger);
             best[i] = larger, total[i] = total[i] * fade + weight * __ldcg(part_total + of * COLUMNS + at);
-            first[i] = first[i] * fade + weight * __ldcg(part_acc + of * SIZE + e);
-            second[i] = second[i] * fade + weight * __ldcg(part_acc + of * SIZE + e + 1);
+            for (float& result : results[i]) result *= fade;
+            add(results[i], weight, __ldcg((const float4*)(part_acc + of * SIZE + e)));
           }
         }
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-          const int e = (threadIdx.x + i * WARPS * 32) * 2;
-          if (e < used) store_result(e, first[i] / total[i], second[i] / total[i]);
+          const int e = (threadIdx.x + i * WARPS * 32) * 4;
+          if (e < used) store(e, results[i], total[i]);
         }
       }
     }
