@@ -175,8 +175,6 @@ inline int __float_as_int(float x) { int bits; std::memcpy(&bits, &x, 4); return
 // wgmma of bytes: a warp's 16 rows of A are its lanes' registers, B is in shared memory, 128-byte swizzle: row n 128 n
 // bytes after the first, its 16-byte chunks exchanged by n % 8.
 template <int left>
-inline void await_copies() {}
-template <int left>
 inline void await_products() {}
 inline void begin_products() {}
 inline void end_products() {}
