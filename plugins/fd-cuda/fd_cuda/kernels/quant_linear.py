@@ -187,9 +187,13 @@ def _parts(blocks: int, each: float, most: int) -> int:
 def _few_rows_shape(slabs: Slabs, rows: int) -> Tile:
     """Layers of less than 8192 outputs: narrow tiles, and blocks that divide K where these are
     few."""
-    block = 32 if rows <= 32 else 64 if rows <= 64 else 128
-    tiles, is_narrow = -(-slabs.num_slabs // 4) * -(-rows // block), slabs.num_slabs <= _NARROW
-    split = _parts(tiles, 0.5, 8) if is_narrow else _parts(tiles, 1.0, 4)
+    narrow, is_narrow = -(-slabs.num_slabs // 4), slabs.num_slabs <= _NARROW
+    block = 32 if rows <= 32 else 64 if rows <= 64 or is_narrow else 128
+    tiles, most = narrow * -(-rows // block), 8 if rows <= 64 else 4
+    split = _parts(tiles, 0.75, most) if is_narrow else _parts(tiles, 1.0, 4)
+    if is_narrow and rows > 64 and split < most and slabs.num_turns > _SHORT:
+        # Many turns: rather one tile of all rows, whose blocks divide more of K.
+        block, split = 96 if rows <= 96 else 128, _parts(narrow, 0.75, most)
     return with_copies(Tile(block, 64, split, 4, 8, 4, 1), slabs.kind, slabs.scaled)
 
 
@@ -334,7 +338,8 @@ def _few_tiles(slabs: Slabs, rows: int) -> Persistent:
     if rows > 64 and tiles > processors:
         wide = -(-slabs.num_slabs // 8) * -(-rows // 128)
         return persistent(128, slabs.kind, 2, _parts(wide, 1.0, 2))
-    return persistent(tile, slabs.kind, 2 if tiles > processors else 1, _parts(tiles, 0.5, 4))
+    split = _parts(tiles, 0.75, min(4, slabs.num_turns // 10))
+    return persistent(tile, slabs.kind, 2 if tiles > processors else 1, split)
 
 
 def _library_wins(slabs: Slabs, rows: int) -> bool:
