@@ -71,7 +71,7 @@ _BYTES_US, _PRODUCTS_US, _LIBRARY_US = 3.3e6, 3.75e8, 5.0
 _MANY_TURNS: Final = 48
 # So few turns that blocks gain little by dividing them, or by wide tiles if each has one.
 _FEW_TURNS: Final = 8
-# Turns of all tiles of 128 by 128 up to which quant_rows.cu's smaller tiles are faster.
+# Turns of all tiles of 128 by 128 up to which quant_persistent.cu's smaller tiles are faster.
 _LITTLE_WORK: Final = 512
 
 
@@ -302,7 +302,7 @@ def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
 
 def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:
     """fp8 numbers with scales of blocks: by tiles of 256 outputs where these are done as soon, by
-    several blocks a tile where tiles are few. None where quant_rows.cu keeps the GPU busier, and
+    several blocks a tile where tiles are few. None where smaller tiles keep the GPU busier, and
     where cuBLAS is faster on tiles of 128 outputs: large layers of many inputs."""
     turns, is_large = -(-slabs.in_features // FP8_BLOCK), size_of(slabs.num_slabs) == 2
     if rows <= 64:
@@ -323,9 +323,8 @@ def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:
         return blocks(split=4 if 4 * tiles(narrow) <= 0.8 * num_processors() else 2)
     if is_large and turns >= _MANY_TURNS and by_library:
         return None
-    busy = (
-        tiles(narrow) / num_processors()
-    )  # quant_rows.cu's small tiles gain less where turns are few
+    # Smaller tiles gain less where turns are few.
+    busy = tiles(narrow) / num_processors()
     return narrow if by_library or busy > (0.6 if turns > _FEW_TURNS else 0.3) else None
 
 
