@@ -29,6 +29,7 @@ inline void copy_async(u32 to, const void* from, bool inside) {
   if (inside) std::memcpy((char*)shared + to, from, 16);
   else std::memset((char*)shared + to, 0, 16);
 }
+inline void copy_once(u32 to, const void* from, bool inside) { copy_async(to, from, inside); }
 inline void commit() {}
 inline void __syncwarp() { gather(block->warp_turn, warp_first(), 32); }
 inline void meet_group(int) { gather(block->group_turn, block->current / 128 * 128, 128); }

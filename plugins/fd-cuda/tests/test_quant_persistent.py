@@ -212,7 +212,9 @@ def test_experts_of_many_rows_have_hardly_more_blocks_than_rows_fill() -> None:
         (INT8_ROWS, 6144, 1024, 4096, (256, 2, 1)),
         (INT8_ROWS, 1024, 3072, 512, (64, 1, 1)),
         (INT8_ROWS, 1024, 3072, 16, (16, 1, 4)),
-        (INT8_ROWS, 8192, 8192, 100, (128, 2, 2)),
+        (INT8_ROWS, 2048, 2048, 16, (16, 2, 4)),
+        (INT8_ROWS, 4096, 4096, 65, (96, 1, 1)),  # one tile has all rows
+        (INT8_ROWS, 8192, 8192, 100, (128, 2, 1)),
     ],
 )
 def test_layers_that_keep_the_gpu_busy_go_by_tiles(

@@ -143,7 +143,7 @@ def choose(
         if slabs.kind == CCQ:
             return Few(4, 2, 8, 4, 1)
         if by_rows:
-            return persistent(64, slabs.kind)
+            return persistent(32, slabs.kind)
         return grouped_shape(slabs.kind, rounds=rounds)
     by_block = slabs.block_scales is not None
     # What two products of the matrix units make of gates and what belongs to them is rounded as one

@@ -113,7 +113,7 @@ def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Chosen:
     if batch_invariant():
         # One order of sums for all numbers of rows.
         if slabs.kind in (INT8_ROWS, FP8_ROWS):
-            return persistent(64, slabs.kind)
+            return persistent(64, slabs.kind, 1)
         if slabs.kind == CCQ:
             return None
         return with_copies(Tile(128, 128, 1, 4, 8, 4, 1), slabs.kind, slabs.scaled)
@@ -330,15 +330,22 @@ def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:
 
 def _few_tiles(slabs: Slabs, rows: int) -> Persistent:
     """int8 and fp8 numbers by rows: tiles of 64 outputs, whose blocks divide K where these leave
-    half of the multiprocessors without work; of many rows of large layers tiles of 128."""
+    multiprocessors without work; of many rows of large layers one tile of all rows."""
+    narrow, wide, processors = -(-slabs.num_slabs // 4), -(-slabs.num_slabs // 8), num_processors()
     tile = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    narrow, processors = -(-slabs.num_slabs // 4), num_processors()
-    tiles = narrow * -(-rows // tile)
-    if rows > 64 and tiles > processors:
-        wide = -(-slabs.num_slabs // 8) * -(-rows // 128)
-        return persistent(128, slabs.kind, 2, _parts(wide, 1.0, 2))
-    split = _parts(tiles, 0.75, min(4, slabs.num_turns // 10))
-    return persistent(tile, slabs.kind, 2 if tiles > processors else 1, split)
+    tiles, most = narrow * -(-rows // tile), min(4, slabs.num_turns // 10)
+    if rows > 64 and (2 * narrow > 0.75 * processors or tiles > processors):
+        # Rows that are not there are brought slowly: 96 where one has them all.
+        tile = 96 if rows <= 96 else 128
+        groups = 1 if rows <= 96 and 2 * narrow <= processors else 2
+        tiles = (narrow if groups == 1 else wide) * -(-rows // tile)
+        return persistent(tile, slabs.kind, groups, _parts(tiles, 0.75, 2))
+    if rows <= 16 and most > 2 and 0.35 * processors < 4 * wide <= 0.75 * processors:
+        return persistent(tile, slabs.kind, 2, 4)
+    # Tiles of 128 outputs where those of 64 leave a part of a round without work.
+    is_wide = rows <= 32 and 0.5 * processors < tiles <= 0.75 * processors
+    groups = 2 if is_wide or processors < tiles <= 2 * processors else 1
+    return persistent(tile, slabs.kind, groups, _parts(tiles, 0.75 if rows <= 64 else 0.5, most))
 
 
 def _library_wins(slabs: Slabs, rows: int) -> bool:

@@ -23,7 +23,7 @@
 #define APART (!BY_ROWS)
 #define EARLY (!GROUPED && !FRESH)
 #define BOX (GROUPED ? BOX_ROWS : BN)
-#define APART_SUMS (FORMAT == FP8_ROWS && (BN <= 64 || SPLIT > 1 || BY_BLOCK))  // in larger tiles it would take longer
+#define APART_SUMS (FORMAT == FP8_ROWS && (BN <= 32 || GROUPS == 1 || SPLIT > 1 || BY_BLOCK))  // larger tiles would take longer
 #include "tiles.cuh"
 
 #define FEWER (GROUPED && !BY_ROWS && BN >= 128 ? 64 : BN)
