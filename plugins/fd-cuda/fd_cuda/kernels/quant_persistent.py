@@ -1,4 +1,5 @@
-"""Products of hundreds of rows, or of hundreds of rows an expert, by quant_persistent.cu."""
+"""Products of more rows than quant_few.cu takes, or of as many an expert, by
+quant_persistent.cu."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-// y[M, N] = x[M, K] W[N, K]^T with packed W, for hundreds of rows, or hundreds of rows an expert: as many blocks as there
+// y[M, N] = x[M, K] W[N, K]^T with packed W, for tens to thousands of rows, or as many an expert: as many blocks as there
 // are multiprocessors take one tile of BN rows by 64 * GROUPS outputs after the other.
 //
 // One warp feeds: the copy engine brings 128 bytes of every row of x (64 half floats, or BY_ROWS 128 numbers) and of W what
 // belongs to them, STAGES such turns ahead, those of the next tile while the last one is stored. GROUPS of four warps
 // multiply 64 outputs each and share nothing: slabs of quant.cuh are unpacked into registers while wgmma multiplies the slab
-// before; numbers that lie BY_ROWS are multiplied from shared memory as they are.
+// before; numbers that lie BY_ROWS are multiplied from shared memory as they are. BY_BLOCK: these have scales of a row and a
+// turn [turns, num_x], and of 128 by 128 weights [N / 128, turns]. FRESH: the kernel before may have written the weights.
 // GROUPED: blocks of rows have an expert each, and x lies in their order; `slots` says where rows of y go, without it they
 // lie like those of x. PAIRED: the first eight of a warp's 16 outputs are gates, the others what belongs to them.
 // BOXES: the copy engine stores results, BOX_ROWS rows of a group's 64 outputs at a time, while the next tile is multiplied;
