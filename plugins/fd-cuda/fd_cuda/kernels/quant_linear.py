@@ -191,7 +191,7 @@ def _few_rows_shape(slabs: Slabs, rows: int) -> Tile:
     block = 32 if rows <= 32 else 64 if rows <= 64 or is_narrow else 128
     tiles, most = narrow * -(-rows // block), 8 if rows <= 64 else 4
     split = _parts(tiles, 0.75, most) if is_narrow else _parts(tiles, 1.0, 4)
-    if is_narrow and rows > 64 and split < most and slabs.num_turns > _SHORT:
+    if is_narrow and rows > 64 and split < most and slabs.num_turns >= _SHORT:
         # Many turns: rather one tile of all rows, whose blocks divide more of K.
         block, split = 96 if rows <= 96 else 128, _parts(narrow, 0.75, most)
     return with_copies(Tile(block, 64, split, 4, 8, 4, 1), slabs.kind, slabs.scaled)
@@ -345,7 +345,8 @@ def _few_tiles(slabs: Slabs, rows: int) -> Persistent:
     # Tiles of 128 outputs where those of 64 leave a part of a round without work.
     is_wide = rows <= 32 and 0.5 * processors < tiles <= 0.75 * processors
     groups = 2 if is_wide or processors < tiles <= 2 * processors else 1
-    return persistent(tile, slabs.kind, groups, _parts(tiles, 0.75 if rows <= 64 else 0.5, most))
+    share = 0.5 if slabs.kind == INT8_ROWS and rows > 16 else 0.75
+    return persistent(tile, slabs.kind, groups, _parts(tiles, share, most))
 
 
 def _library_wins(slabs: Slabs, rows: int) -> bool:
