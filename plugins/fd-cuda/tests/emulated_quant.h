@@ -25,6 +25,7 @@ inline void copy_async(u32 to, const void* from, bool inside) {
   if (inside) std::memcpy((char*)shared + to, from, 16);
   else std::memset((char*)shared + to, 0, 16);
 }
+inline void copy_once(u32 to, const void* from, bool inside) { copy_async(to, from, inside); }
 inline void commit() {}
 inline void __syncwarp() { gather(block->warp_turn, warp_first(), 32); }
 inline void meet_group(int) { gather(block->group_turn, block->current / 128 * 128, 128); }
@@ -170,8 +171,6 @@ inline int __float_as_int(float x) { int bits; std::memcpy(&bits, &x, 4); return
 
 // wgmma of bytes: a warp's 16 rows of A are its lanes' registers, B is in shared memory, 128-byte swizzle: row n 128 n
 // bytes after the first, its 16-byte chunks exchanged by n % 8.
-template <int left>
-inline void await_copies() {}
 template <int left>
 inline void await_products() {}
 inline void begin_products() {}

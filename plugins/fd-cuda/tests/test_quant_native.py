@@ -27,21 +27,19 @@ from fd_cuda.kernels.quant_layout import (
     unpack_codes,
     unpack_slabs,
 )
-from fd_cuda.kernels.quant_native import Grouping, product, rows_product, unpack
+from fd_cuda.kernels.quant_native import Grouping, product, unpack
+from fd_cuda.kernels.quant_persistent import persistent_product
 from fd_cuda.kernels.quant_shapes import (
+    MOST_DYNAMIC,
     MOST_SHARED,
     Few,
-    Gemm,
     Grouped,
     Persistent,
-    RowGemm,
     Shape,
     Tile,
     few_shared,
-    gemm_shared,
     grouped_shared,
     persistent_shared,
-    rows_shared,
     tile_shared,
 )
 from fd_cuda.kernels.routing import Order
@@ -112,18 +110,7 @@ CASES: list[Case] = [
 ]
 
 
-CASES += [
-    ("wint4", 80, 136, 0, torch.bfloat16, 33, Gemm(32)),
-    ("wint8_zp", 144, 448, 64, torch.bfloat16, 20, Gemm(32)),
-]
-WIDE: list[Case] = [
-    ("wint4", 264, 1024, 128, torch.bfloat16, 130, Gemm(64)),
-    ("wint8", 264, 512, 0, torch.float16, 20, Gemm(32)),
-    ("wfp8", 512, 1024, 0, torch.bfloat16, 64, Gemm(64)),
-]
-
-
-@pytest.mark.parametrize("case", [*CASES, *(WIDE if HAS_GPU else [])], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_product(case: Case) -> None:
     check_product(case)
 
@@ -139,48 +126,20 @@ def check_product(case: Case) -> None:
     check(product(shape, x, slabs, bias), expected, dtype)
 
 
-ROWS = [
-    ("w8a8", 40, 208, torch.bfloat16, 11, RowGemm(16, 1, 1, 4)),
-    ("wfp8afp8", 136, 144, torch.float16, 9, RowGemm(16, 2, 1, 5)),
-    ("block_fp8", 200, 656, torch.bfloat16, 33, RowGemm(32, 2, 1, 4)),
-]
-WIDE_ROWS = [
-    ("w8a8", 264, 1040, torch.bfloat16, 130, RowGemm(128, 2, 4, 5)),
-    ("wfp8afp8", 264, 2048, torch.bfloat16, 70, RowGemm(64, 2, 8, 4)),
-    ("block_fp8", 264, 1040, torch.float16, 130, RowGemm(128, 1, 2, 5)),
-]
-
-
-@pytest.mark.parametrize("case", [*ROWS, *(WIDE_ROWS if HAS_GPU else [])], ids=str)
-def test_product_of_rows(case: tuple[str, int, int, torch.dtype, int, RowGemm]) -> None:
-    name, rows, count, dtype, tokens, shape = case
-    slabs = quant_weights.prepare(packed(name, rows, count)).slabs
-    assert slabs is not None
-    numbers, scales, x = rounded(name, tokens, count)
-    bias = torch.randn(rows, device=DEVICE).to(dtype)
-    by_block = name == "block_fp8"
-    got = rows_product(shape, numbers, scales, slabs, bias, dtype, by_block=by_block)
-    weight = quant_weights.dequantized(slabs, torch.float32).double()
-    check(got, x @ weight.T + bias.double(), dtype)
-
-
-@pytest.mark.parametrize("by_tiles", [False, True])
 def test_weights_that_the_kernel_before_unpacks_are_awaited(
-    by_tiles: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Kernels overlap: quant_rows.cu asks for its weights before the kernel in front has ended,
-    unless that one writes them; quant_persistent.cu never does."""
+    """Kernels overlap: a product asks for its weights before the kernel in front has ended, unless
+    that one writes them."""
     rows, count, tokens = (1024, 3072, 4096) if HAS_GPU else (48, 64, 300)
     weight, told = quant_weights.prepare(packed("w4a8", rows, count)), []
 
     def watched(*arguments: Any, **options: Any) -> torch.Tensor:
         told.append(options["is_fresh"])
-        return rows_product(*arguments, **options)
+        return persistent_product(*arguments, **options)
 
-    monkeypatch.setattr(quant_linear, "rows_product", watched)
+    monkeypatch.setattr(quant_linear, "persistent_product", watched)
     monkeypatch.setattr(quant_linear, "native_runs", lambda x: True)
-    if not by_tiles:
-        monkeypatch.setattr(quant_linear, "_persistent_shape", lambda slabs, rows: None)
     x = torch.randn(tokens, count, device=DEVICE).to(torch.bfloat16)
     assert weight.slabs is not None
     expected = (
@@ -188,7 +147,7 @@ def test_weights_that_the_kernel_before_unpacks_are_awaited(
     )
     for _ in range(20 if HAS_GPU else 1):
         check(quant_linear.linear(x, weight, None), expected, torch.bfloat16)
-    assert set(told) == (set() if by_tiles else {True})
+    assert set(told) == {True}
 
 
 def rounded(name: str, tokens: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -204,33 +163,6 @@ def rounded(name: str, tokens: int, count: int) -> tuple[torch.Tensor, torch.Ten
     scales = torch.rand(-(-count // 128), tokens, device=DEVICE).t() + 0.5
     spread = scales.repeat_interleave(128, 1)[:, :count]
     return numbers, scales, numbers.double() * spread.double()
-
-
-@pytest.mark.parametrize("name", ["w8a8", "block_fp8"])
-def test_rows_of_experts_pair_gate_and_up(name: str) -> None:
-    experts, inner, hidden = 2, 48, 144
-    parts = [packed(name, 2 * inner, hidden + 16 * e).tensors for e in range(experts)]
-    held = {
-        "weight": torch.stack([p["weight"][:, :hidden] for p in parts]),
-        "scale": torch.stack([p["scale"][:, : parts[0]["scale"].shape[1]] for p in parts]),
-    }
-    weight = PackedWeight(FORMATS[name], 2 * inner, hidden, held, experts)
-    slabs = quant_weights.prepare(weight).slabs
-    assert slabs is not None
-    numbers, scales, x = rounded(name, 3, hidden)
-    # Slots 0 to 5 are row 0, 0, 1, 1, 2, 2 of x; 6 stands for none.
-    slots = torch.full((2, 16), 6, dtype=torch.int32, device=DEVICE)
-    slots[0, :2], slots[1, :4] = torch.tensor([3, 0]), torch.tensor([1, 2, 4, 5])
-    order = Order(slots.view(-1), torch.arange(2, dtype=torch.int32, device=DEVICE))
-    got = rows_product(
-        RowGemm(16, 2, 1, 4), numbers, scales, slabs, None, torch.bfloat16,
-        by_block=name == "block_fp8", grouping=Grouping(6, 2, order), paired=True,
-    )  # fmt: skip
-    wide = quant_weights.dequantized(slabs, torch.float32).double()
-    for slot, expert in enumerate((0, 1, 1, 0, 1, 1)):
-        y = x[slot // 2] @ wide[expert].T
-        expected = torch.nn.functional.silu(y[:inner]) * y[inner:]
-        check(got[slot], expected, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -307,28 +239,14 @@ def test_chosen_kernels_fit_into_shared_memory(room: Any, monkeypatch: pytest.Mo
                     shared = few_shared(shape, held, kind, slabs.scaled)
                     assert shared <= most
                     assert paired or rows <= shape.rows  # a block has all rows
-                elif isinstance(shape, Gemm):
-                    assert gemm_shared(shape) <= most
                 elif isinstance(shape, Tile):
                     assert tile_shared(shape, kind, slabs.scaled) <= most
                     assert shape.teams <= shape.stages
-                elif isinstance(shape, RowGemm):
-                    assert rows_shared(shape, by_block=kind == FP8_ROWS) <= most
                 elif isinstance(shape, Persistent):
-                    assert persistent_shared(shape, kind) <= 227 << 10
+                    by_block = kind == FP8_ROWS
+                    assert persistent_shared(shape, kind, by_block=by_block) <= MOST_DYNAMIC
                 elif isinstance(shape, Grouped):
                     assert grouped_shared(shape, kind, is_int8=False) <= 227 << 10
-
-
-def test_kernels_chosen_for_experts_by_rows_can_pair_gate_and_up() -> None:
-    """quant_rows.cu does with two groups of warps alone."""
-    none = torch.empty(0)
-    for width in (256, 1024, 1536, 8192):
-        groups = none.reshape(0, 16, 0, 0)
-        slabs = Slabs(FP8_ROWS, width, 2048, 8, none, none, groups, 128, block_scales=none)
-        chosen = [quant_experts.choose(slabs, each / 4) for each in range(1, 400)]
-        rows = {shape.groups for shape in chosen if isinstance(shape, RowGemm)}
-        assert rows == {2}
 
 
 @pytest.mark.parametrize("is_alone", [False, True])

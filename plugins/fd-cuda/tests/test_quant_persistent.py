@@ -32,12 +32,15 @@ SMALL: list[Case] = [
     ("wfp8", 600, 136, 0, torch.bfloat16, 17, 16),
     ("w8a8", 264, 400, 0, torch.bfloat16, 40, 64),
     ("wfp8afp8", 136, 272, 0, torch.float16, 40, 32),
+    ("block_fp8", 200, 656, 0, torch.bfloat16, 33, 32),
+    ("block_fp8", 264, 1040, 0, torch.float16, 70, 64),
 ]
 LARGE: list[Case] = [
     (name, 1032, 1024, 0, torch.bfloat16, 900, rows)
     for name in ("wint4", "wint8", "w8a8", "wfp8afp8")
     for rows in (128, 208, 256)
 ]
+LARGE += [("block_fp8", 1032, 1040, 0, torch.bfloat16, 900, rows) for rows in (64, 128)]
 
 
 @pytest.fixture(autouse=True)
@@ -95,13 +98,14 @@ def test_product(case: Case) -> None:
         ("wfp8", 0, 12, 16),
         ("w8a8", 0, 12, 16),
         ("wfp8afp8", 0, 12, 16),
+        ("block_fp8", 0, 12, 16),
         ("wint4", 0, 120, 160),  # of a block of one row, 32 are brought and 64 are computed
         ("wint4_zp", 64, 100, 128),
     ],
 )
 def test_experts_pair_gate_and_up(name: str, group: int, tokens: int, block: int) -> None:
     """Rows gathered by expert, two blocks of one of them, and an unused block."""
-    experts, inner, hidden = 2, 112, 256
+    experts, inner, hidden = 2, 192 if name == "block_fp8" else 112, 256
     weight = quant_weights.prepare(made(name, 2 * inner, hidden, group, experts))
     slabs = weight.slabs
     assert slabs is not None
@@ -204,9 +208,13 @@ def test_experts_of_many_rows_have_hardly_more_blocks_than_rows_fill() -> None:
         (INT4, 12288, 2560, 128, (128, 2, 1)),
         (INT8, 4096, 4096, 64, (64, 1, 2)),  # tiles of 64 outputs
         (INT8, 6144, 1024, 128, (128, 1, 1)),
-        (INT8, 1024, 3072, 100, None),  # quant_gemm.cu
+        (INT8, 1024, 3072, 100, None),  # quant_tile.cu
         (INT8_ROWS, 6144, 1024, 4096, (256, 2, 1)),
-        (INT8_ROWS, 1024, 3072, 512, None),
+        (INT8_ROWS, 1024, 3072, 512, (64, 1, 1)),
+        (INT8_ROWS, 1024, 3072, 16, (16, 1, 4)),
+        (INT8_ROWS, 2048, 2048, 16, (16, 2, 4)),
+        (INT8_ROWS, 4096, 4096, 65, (96, 1, 1)),  # one tile has all rows
+        (INT8_ROWS, 8192, 8192, 100, (128, 2, 1)),
     ],
 )
 def test_layers_that_keep_the_gpu_busy_go_by_tiles(

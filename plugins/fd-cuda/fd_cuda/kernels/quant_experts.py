@@ -19,9 +19,9 @@ from .experts import moe_experts as experts_in_halves
 from .experts import tiles_for as tiles_of_experts
 from .norm import silu_and_mul
 from .quant_grouped import grouped_shape
-from .quant_layout import CCQ, FP8, FP8_ROWS, INT4, INT8, INT8_ROWS, Slabs
+from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
 from .quant_linear import TILE_ENDS, native_runs, with_copies
-from .quant_native import Grouping, as_numbers, product, rows_product, unpack
+from .quant_native import Grouping, as_numbers, product, unpack
 from .quant_order import gathered
 from .quant_round import FP8_BLOCK
 from .quant_shapes import (
@@ -29,7 +29,6 @@ from .quant_shapes import (
     Few,
     Grouped,
     Persistent,
-    RowGemm,
     Shape,
     Tile,
     blocks,
@@ -75,7 +74,9 @@ def moe_experts(
     first, second = gate_up.slabs, down.slabs
     if first is None or second is None:
         return _in_triton(x, topk_ids, topk_weights, gate_up, down)
-    is_odd = first.out_features % 32 or (gate_up.rounding and first.in_features % 16)
+    # Sixteens of gates and of what belongs to them, or tiles of 64 that have a scale each.
+    whole = 32 if first.block_scales is None else FP8_BLOCK
+    is_odd = first.out_features % whole or (gate_up.rounding and first.in_features % 16)
     if not native_runs(x) or is_odd:
         return _dequantized(x, topk_ids, topk_weights, gate_up, down)
     each = tokens * top_k / first.num_experts
@@ -117,7 +118,7 @@ def moe_experts(
 
 
 def _product(
-    shape: Shape | RowGemm,
+    shape: Shape,
     x: torch.Tensor,
     weight: Weights,
     slabs: Slabs,
@@ -125,13 +126,6 @@ def _product(
     *,
     paired: bool,
 ) -> torch.Tensor:
-    if isinstance(shape, RowGemm):
-        numbers, of_rows = weight.numbers(x)
-        by_block = weight.rounding == "block"
-        return rows_product(
-            shape, numbers, of_rows, slabs, None, x.dtype,
-            by_block=by_block, grouping=grouping, paired=paired,
-        )  # fmt: skip
     seen, scales = weight.round(x)
     return product(
         shape, seen, slabs, None, dtype=x.dtype, x_scales=scales, grouping=grouping, paired=paired
@@ -140,7 +134,7 @@ def _product(
 
 def choose(
     slabs: Slabs, each: float, *, rounds: bool = False
-) -> Shape | RowGemm | Persistent | Blocks | Grouped:
+) -> Shape | Persistent | Blocks | Grouped:
     """The kernel for so many rows an expert, by what was measured on an H200 with 64 experts of
     2560 x 1536: between points of those tables a choice is a guess. `rounds`: of int4, whether
     activations are rounded."""
@@ -148,27 +142,27 @@ def choose(
     if batch_invariant():
         if slabs.kind == CCQ:
             return Few(4, 2, 8, 4, 1)
-        return RowGemm(64, 2, 1, 5) if by_rows else grouped_shape(slabs.kind, rounds=rounds)
-    if each > _MANY_EACH and slabs.block_scales is not None:
-        # What two products of the matrix units make of gates and what belongs to them is rounded as
-        # one block.
-        has_blocks = slabs.out_features % (2 * FP8_BLOCK) == 0
-        return blocks() if has_blocks else RowGemm(64, 2, 1, 4)
+        if by_rows:
+            return persistent(32, slabs.kind)
+        return grouped_shape(slabs.kind, rounds=rounds)
+    by_block = slabs.block_scales is not None
+    # What two products of the matrix units make of gates and what belongs to them is rounded as one
+    # block.
+    if by_block and each > _FEW_EACH and slabs.out_features % (2 * FP8_BLOCK) == 0:
+        return blocks()
     if rounds and slabs.kind == INT4 and each > _SOME_EACH:
         return grouped_shape(INT4, 128, rounds=True)
-    if each > _MANY_EACH and slabs.kind != CCQ:
+    if each > _MANY_EACH and slabs.kind != CCQ and not by_block:
         return persistent(persistent_rows(each), slabs.kind)
-    if each <= 16 and slabs.block_scales is not None and slabs.out_features <= _SMALL:
-        return Few(1, 2, 4, 3, 5) if each <= 2 else RowGemm(32, 2, 1, 4)
     few = 8 if slabs.scaled else 3 if slabs.kind == INT4 else 4
-    if each <= (few if slabs.kind in (INT4, INT8, FP8) else 16):
+    if by_rows:
+        few = 2 if by_block and slabs.out_features <= _SMALL else 4
+    if each <= (16 if slabs.kind == CCQ else few):
         return Few(1, 2, 4, 3, 5) if each <= 8 else Few(2, 2, 4, 3, 4)
     if slabs.kind == CCQ:
         return grouped_tile(32 if each <= 28 else 64 if each <= 60 else 128)
-    if by_rows and each > 28 and slabs.block_scales is None:
-        return persistent(64 if each <= 64 else 128, slabs.kind)
     if by_rows:
-        return RowGemm(32 if each <= 28 else 64, 2, 1, 4)
+        return persistent(32 if each <= _FEW_EACH else 64 if each <= 64 else 128, slabs.kind)
     is_plain = slabs.kind == INT4 and not slabs.scaled and not rounds
     if is_plain and each <= _FEW_EACH and slabs.num_experts * slabs.num_slabs >= _MANY_SLABS:
         return grouped_shape(INT4, 32)

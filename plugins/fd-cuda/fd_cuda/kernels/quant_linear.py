@@ -21,16 +21,14 @@ from . import native, quant_any, quant_blocks
 from .common import batch_invariant, num_processors
 from .matmul import matmul
 from .quant_layout import CCQ, FP8, FP8_ROWS, INT4, INT8, INT8_ROWS, TRELLIS, Slabs
-from .quant_native import as_numbers, product, rows_product, unpack
+from .quant_native import as_numbers, product, unpack
 from .quant_persistent import persistent_product
 from .quant_round import FP8_BLOCK, Seen
 from .quant_shapes import (
     Blocks,
     Chosen,
     Few,
-    Gemm,
     Persistent,
-    RowGemm,
     Shape,
     Tile,
     blocks,
@@ -73,7 +71,7 @@ _BYTES_US, _PRODUCTS_US, _LIBRARY_US = 3.3e6, 3.75e8, 5.0
 _MANY_TURNS: Final = 48
 # So few turns that blocks gain little by dividing them, or by wide tiles if each has one.
 _FEW_TURNS: Final = 8
-# Turns of all tiles of 128 by 128 up to which quant_rows.cu's smaller tiles are faster.
+# Turns of all tiles of 128 by 128 up to which quant_persistent.cu's smaller tiles are faster.
 _LITTLE_WORK: Final = 512
 
 
@@ -99,9 +97,6 @@ def linear(x: torch.Tensor | Seen, weight: Weights, bias: torch.Tensor | None) -
         return quant_blocks.product(shape, numbers, scales, slabs, bias, dtype)
     if isinstance(shape, Persistent):
         return persistent_product(shape, numbers, scales, slabs, bias, dtype)
-    if isinstance(shape, RowGemm) and scales is not None:
-        by_block = weight.rounding == "block"
-        return rows_product(shape, numbers, scales, slabs, bias, dtype, by_block=by_block)
     if isinstance(shape, Shape):
         return product(shape, numbers, slabs, bias, dtype=dtype, x_scales=scales)
     return _by_library(seen, slabs, bias)
@@ -118,7 +113,7 @@ def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Chosen:
     if batch_invariant():
         # One order of sums for all numbers of rows.
         if slabs.kind in (INT8_ROWS, FP8_ROWS):
-            return RowGemm(64, 2, 1, 5)
+            return persistent(64, slabs.kind, 1)
         if slabs.kind == CCQ:
             return None
         return with_copies(Tile(128, 128, 1, 4, 8, 4, 1), slabs.kind, slabs.scaled)
@@ -128,9 +123,7 @@ def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Chosen:
         if rows <= 8:
             return _few_shape(slabs, rows)
         own = _persistent_shape if slabs.block_scales is None else _blocks_shape
-        return own(slabs, rows) or (
-            None if _library_wins(slabs, rows) else _rows_shape(slabs, rows)
-        )
+        return own(slabs, rows) or (None if _library_wins(slabs, rows) else _few_tiles(slabs, rows))
     size = size_of(slabs.num_slabs)
     takes_more = slabs.kind == CCQ and not size
     if slabs.kind == INT4 and slabs.scaled and size == 2:
@@ -153,7 +146,7 @@ def size_of(count: int) -> int:
     return 0 if count < 256 else 1 if count < 512 else 2
 
 
-def _unpacked_shape(slabs: Slabs, rows: int) -> Gemm | Tile | None:
+def _unpacked_shape(slabs: Slabs, rows: int) -> Tile | None:
     """Where weights take long to unpack: groups of inputs with scales, and codes."""
     size, is_ccq = size_of(slabs.num_slabs), slabs.kind == CCQ
     if rows > (_MANY_ROWS if size == 2 else _SOME_ROWS if is_ccq and size else 512):
@@ -191,15 +184,17 @@ def _parts(blocks: int, each: float, most: int) -> int:
     return split
 
 
-def _few_rows_shape(slabs: Slabs, rows: int) -> Gemm | Tile:
+def _few_rows_shape(slabs: Slabs, rows: int) -> Tile:
     """Layers of less than 8192 outputs: narrow tiles, and blocks that divide K where these are
     few."""
-    narrow = -(-slabs.num_slabs // 4)
-    if slabs.num_slabs <= _NARROW and not 32 < rows <= 64:
-        return Gemm(32 if rows <= 32 else 64)
-    block = 32 if rows <= 32 else 64 if rows <= 64 else 128
-    tile = Tile(block, 64, _parts(narrow * -(-rows // block), 1.0, 4), 4, 8, 4, 1)
-    return with_copies(tile, slabs.kind, slabs.scaled)
+    narrow, is_narrow = -(-slabs.num_slabs // 4), slabs.num_slabs <= _NARROW
+    block = 32 if rows <= 32 else 64 if rows <= 64 or is_narrow else 128
+    tiles, most = narrow * -(-rows // block), 8 if rows <= 64 else 4
+    split = _parts(tiles, 0.75, most) if is_narrow else _parts(tiles, 1.0, 4)
+    if is_narrow and rows > 64 and split < most and slabs.num_turns >= _SHORT:
+        # Many turns: rather one tile of all rows, whose blocks divide more of K.
+        block, split = 96 if rows <= 96 else 128, _parts(narrow, 0.75, most)
+    return with_copies(Tile(block, 64, split, 4, 8, 4, 1), slabs.kind, slabs.scaled)
 
 
 def tile_shape(kind: int, scaled: int, count: int, rows: int) -> Tile | None:
@@ -307,7 +302,7 @@ def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
 
 def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:
     """fp8 numbers with scales of blocks: by tiles of 256 outputs where these are done as soon, by
-    several blocks a tile where tiles are few. None where quant_rows.cu keeps the GPU busier, and
+    several blocks a tile where tiles are few. None where smaller tiles keep the GPU busier, and
     where cuBLAS is faster on tiles of 128 outputs: large layers of many inputs."""
     turns, is_large = -(-slabs.in_features // FP8_BLOCK), size_of(slabs.num_slabs) == 2
     if rows <= 64:
@@ -328,27 +323,30 @@ def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:
         return blocks(split=4 if 4 * tiles(narrow) <= 0.8 * num_processors() else 2)
     if is_large and turns >= _MANY_TURNS and by_library:
         return None
-    busy = (
-        tiles(narrow) / num_processors()
-    )  # quant_rows.cu's small tiles gain less where turns are few
+    # Smaller tiles gain less where turns are few.
+    busy = tiles(narrow) / num_processors()
     return narrow if by_library or busy > (0.6 if turns > _FEW_TURNS else 0.3) else None
 
 
-def _rows_shape(slabs: Slabs, rows: int) -> RowGemm:
-    count, size = slabs.num_slabs, size_of(slabs.num_slabs)
-    narrow, wide = -(-count // 4), -(-count // 8)
-    if rows <= 32 or (rows <= 64 and not size):
-        block = 16 if rows <= 16 else 32
-        tiles = narrow * -(-rows // block)
-        return RowGemm(block, 1, _parts(tiles, 2.2 if rows <= 32 else 1.1, 8), 8)
-    if rows <= 64 or (rows <= 128 and size < 2):
-        return RowGemm(64, 2, _parts(wide * -(-rows // 64), 1.1, 4), 6)
-    if rows <= _SOME_ROWS and narrow * -(-rows // 64) <= num_processors() // 2:
-        return RowGemm(64, 1, _parts(narrow * -(-rows // 64), 1.1, 2), 8)
-    if rows <= 128:
-        return RowGemm(128, 2, _parts(wide, 1.1, 4), 4)
-    # Two blocks a multiprocessor: one's matrix units work while the other one waits.
-    return RowGemm(64, 2, _parts(wide * -(-rows // 64), 1.1, 2), 4)
+def _few_tiles(slabs: Slabs, rows: int) -> Persistent:
+    """int8 and fp8 numbers by rows: tiles of 64 outputs, whose blocks divide K where these leave
+    multiprocessors without work; of many rows of large layers one tile of all rows."""
+    narrow, wide, processors = -(-slabs.num_slabs // 4), -(-slabs.num_slabs // 8), num_processors()
+    tile = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    tiles, most = narrow * -(-rows // tile), min(4, slabs.num_turns // 10)
+    if rows > 64 and (2 * narrow > 0.75 * processors or tiles > processors):
+        # Rows that are not there are brought slowly: 96 where one has them all.
+        tile = 96 if rows <= 96 else 128
+        groups = 1 if rows <= 96 and 2 * narrow <= processors else 2
+        tiles = (narrow if groups == 1 else wide) * -(-rows // tile)
+        return persistent(tile, slabs.kind, groups, _parts(tiles, 0.75, 2))
+    if rows <= 16 and most > 2 and 0.35 * processors < 4 * wide <= 0.75 * processors:
+        return persistent(tile, slabs.kind, 2, 4)
+    # Tiles of 128 outputs where those of 64 leave a part of a round without work.
+    is_wide = rows <= 32 and 0.5 * processors < tiles <= 0.75 * processors
+    groups = 2 if is_wide or processors < tiles <= 2 * processors else 1
+    share = 0.5 if slabs.kind == INT8_ROWS and rows > 16 else 0.75
+    return persistent(tile, slabs.kind, groups, _parts(tiles, share, most))
 
 
 def _library_wins(slabs: Slabs, rows: int) -> bool:
@@ -369,12 +367,8 @@ def _by_library(x: Seen, slabs: Slabs, bias: torch.Tensor | None) -> torch.Tenso
         return _fp8_by_library(x, x.scales, slabs, bias)
     # int4 weights with rounded activations: as int8 they have a faster kernel.
     plain = as_numbers(slabs)
-    shape = _persistent_shape(plain, x.rows) or _rows_shape(plain, x.rows)
-    if isinstance(shape, Persistent):
-        return persistent_product(shape, x.numbers, x.scales, plain, bias, x.dtype)
-    return rows_product(
-        shape, x.numbers, x.scales, plain, bias, x.dtype, by_block=False, is_fresh=True
-    )
+    shape = _persistent_shape(plain, x.rows) or _few_tiles(plain, x.rows)
+    return persistent_product(shape, x.numbers, x.scales, plain, bias, x.dtype, is_fresh=True)
 
 
 def _fp8_by_library(

@@ -13,13 +13,9 @@ from .native import tensor_map
 from .quant_layout import CCQ, INT8_ROWS, TRELLIS, TURN, Slabs
 from .quant_shapes import (
     Few,
-    Gemm,
-    RowGemm,
     Shape,
     Tile,
     few_shared,
-    gemm_shared,
-    rows_shared,
     tile_shared,
 )
 
@@ -94,18 +90,14 @@ def product(
         fed(shape, defines, x, arguments, slabs, blocks)
         return y
     ids = None if grouping is None else grouping.ids
-    if weight.kind == CCQ and isinstance(shape, Few):
+    if weight.kind == CCQ:
         own = [x, ctypes.c_longlong(x.stride(0)), *operands[:3], weight.codes, weight.lines]
         arguments = [*own, *operands[4:], ids, *ends, sizes[0], sizes[3]]
         _few_rows("ccq_gemv", shape, {**defines, "WIDTH": x.shape[1]}, arguments, slabs, blocks)
         return y
-    own, ends = [x, x.stride(0) // 8], [*ends, x.shape[1]]
-    if isinstance(shape, Gemm):
-        _gemm(shape, defines, [*own, *operands[:6], *ends, *sizes[:3]], slabs, blocks)
-    else:
-        known = {**defines, "PER_GROUP": sizes[2] if weight.scaled else 1}
-        arguments = [*own, *operands, ids, *ends, *sizes[:2], sizes[3]]
-        _few_rows("quant_few", shape, known, arguments, slabs, blocks)
+    known = {**defines, "PER_GROUP": sizes[2] if weight.scaled else 1}
+    own = [x, x.stride(0) // 8, *operands, ids, *ends, x.shape[1]]
+    _few_rows("quant_few", shape, known, [*own, *sizes[:2], sizes[3]], slabs, blocks)
     return y
 
 
@@ -128,16 +120,6 @@ def _few_rows(
     shared = few_shared(shape, held, defines["FORMAT"], defines["SCALED"])
     kernel, grid = native.function(name, {**defines, **sizes}), (-(-slabs // each), blocks, 1)
     native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)
-
-
-def _gemm(
-    shape: Gemm, defines: dict[str, int], arguments: list[Any], slabs: int, blocks: int
-) -> None:
-    sizes = {"BN": shape.rows, "GROUPS": 1, "SPLIT": shape.split, "STAGES": shape.stages}
-    native.launch(
-        native.function("quant_gemm", {**defines, **sizes}), (-(-slabs // 4), blocks, shape.split),
-        128, arguments, shared=gemm_shared(shape), cluster=shape.split,
-    )  # fmt: skip
 
 
 def fed(
@@ -167,72 +149,6 @@ def fed(
         [tensor_map.boxes(x, shape.rows), *arguments],
         shared=tile_shared(shape, defines["FORMAT"], defines["SCALED"]), cluster=shape.split,
     )  # fmt: skip
-
-
-def rows_product(
-    shape: RowGemm,
-    numbers: torch.Tensor,
-    x_scales: torch.Tensor,
-    weight: Slabs,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    *,
-    by_block: bool,
-    grouping: Grouping | None = None,
-    paired: bool = False,
-    is_fresh: bool = False,
-) -> torch.Tensor:
-    """int8 or fp8 numbers [T, K] times weights that lie row by row, in dtype. `x_scales`: [T], or
-    `by_block` [T, K / 128] with tokens fastest, as the weight's are of blocks then. `paired`:
-    shape.groups is 2. `is_fresh`: kernels queued just now write the weights, so none is read before
-    these have ended."""
-    num_rows = numbers.shape[0] if grouping is None else grouping.num_slots
-    width = weight.out_features // 2 if paired else weight.out_features
-    y = torch.empty((num_rows, width), dtype=dtype, device=numbers.device)
-    defines = {
-        "HALF": 0,
-        "Y_HALF": int(dtype == torch.float16),
-        "FORMAT": weight.kind,
-        "SCALED": 0,
-        "BY_BLOCK": int(by_block),
-        "PAIRED": int(paired),
-        "GROUPED": int(grouping is not None),
-        "FRESH": int(is_fresh),
-        "BN": shape.rows,
-        "GROUPS": shape.groups,
-        "SPLIT": shape.split,
-        "STAGES": shape.stages,
-    }
-    scales = weight.block_scales if by_block else weight.scales
-    if scales is None:
-        raise TypeError("a weight without scales of blocks was asked for a product by blocks")
-    order = None if grouping is None else grouping.order
-    arguments = [
-        numbers,
-        weight.data,
-        x_scales,
-        scales,
-        bias,
-        y,
-        None if order is None else order.slots,
-        None if order is None else order.experts,
-        num_rows,
-        weight.out_features,
-        weight.in_features,
-        scales[0].numel() if weight.num_experts else 0,
-        numbers.shape[0],
-        1 if grouping is None else grouping.divisor,
-    ]
-    outputs = shape.groups * (32 if paired else 64)
-    blocks = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
-    kernel = native.function("quant_rows", defines)
-    tiles = -(-width // outputs)
-    grid = (blocks, tiles, shape.split) if grouping is None else (tiles, blocks, shape.split)
-    native.launch(
-        kernel, grid, shape.groups * 128, arguments,
-        shared=rows_shared(shape, by_block=by_block), cluster=shape.split,
-    )  # fmt: skip
-    return y
 
 
 def unpack(weight: Slabs, dtype: torch.dtype) -> torch.Tensor:

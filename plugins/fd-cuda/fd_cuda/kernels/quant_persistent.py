@@ -1,4 +1,5 @@
-"""Products of hundreds of rows, or of hundreds of rows an expert, by quant_persistent.cu."""
+"""Products of more rows than quant_few.cu takes, or of as many an expert, by
+quant_persistent.cu."""
 
 from __future__ import annotations
 
@@ -29,10 +30,13 @@ def persistent_product(
     *,
     grouping: Grouping | None = None,
     paired: bool = False,
+    is_fresh: bool = False,
 ) -> torch.Tensor:
     """x [T, K], half floats or for weights that lie row by row int8 or fp8 numbers, times the
     weight, in dtype. Rows of experts lie in the order of the blocks, in x and, where it is
-    `paired`, in what comes out. `x_scales`: [T]."""
+    `paired`, in what comes out. `x_scales`: [T], or [T, K / 128], tokens fastest, where the weight
+    has scales of blocks. `is_fresh`: kernels queued just now write the weights, so none is read
+    before these have ended."""
     num_rows = x.shape[0] if grouping is None or paired else grouping.num_slots
     width = weight.out_features // 2 if paired else weight.out_features
     y = torch.empty((num_rows, width), dtype=dtype, device=x.device)
@@ -44,12 +48,13 @@ def persistent_product(
     # tiles.
     is_boxed = grouping is None and shape.split == 1 and weight.out_features % 8 == 0
     of_x = tensor_map.boxes(x, shape.rows if grouping is None else shape.box_rows)
+    scales = weight.scales if weight.block_scales is None else weight.block_scales
     arguments = [
         of_x,
         _weight_boxes(weight, shape.groups * 64, paired=paired),
         tensor_map.boxes(y, shape.box_rows) if is_boxed else of_x,
         None if by_rows else weight.table(x.dtype),
-        weight.scales,
+        scales,
         x_scales,
         bias,
         y,
@@ -60,14 +65,21 @@ def persistent_product(
         weight.num_slabs,
         turns,
         weight.group_size // TURN if weight.group_size and not by_rows else turns,
-        weight.scales[0].numel() if weight.num_experts else 0,
+        scales[0].numel() if weight.num_experts else 0,
+        0 if x_scales is None else x_scales.stride(-1),
         blocks,
     ]
     tiles = blocks * -(-width // (shape.groups * (32 if paired else 64)))
-    pieces, shared = 0, persistent_shared(shape, weight.kind)
+    by_block = weight.block_scales is not None
+    pieces, shared = 0, persistent_shared(shape, weight.kind, by_block=by_block)
     if is_boxed:
-        pieces, shared = boxes(shape, weight.kind)
-    flags = {"PAIRED": int(paired), "GROUPED": int(grouping is not None), "BOXES": pieces}
+        pieces, shared = boxes(shape, weight.kind, by_block=by_block)
+    flags = {
+        "PAIRED": int(paired),
+        "GROUPED": int(grouping is not None),
+        "FRESH": int(is_fresh),
+        "BOXES": pieces,
+    }
     kernel = _kernel(shape, weight, x.dtype, dtype, flags)
     at_once = tiles if shape.split > 1 else min(tiles, num_processors())
     native.launch(
@@ -93,6 +105,7 @@ def _kernel(
         "Y_HALF": int(of_y == torch.float16),
         "FORMAT": weight.kind,
         "SCALED": 0 if _is_by_rows(weight) else weight.scaled,
+        "BY_BLOCK": int(weight.block_scales is not None),
         "BN": shape.rows,
         "BOX_ROWS": shape.box_rows,
         "GROUPS": shape.groups,

@@ -4,7 +4,7 @@ takes."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Final
 
 from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, MXFP4, TRELLIS
 
@@ -35,31 +35,6 @@ class Few:
 
     def __str__(self) -> str:
         return f"few {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r"
-
-
-@dataclass(frozen=True, slots=True)
-class Gemm:
-    """How quant_gemm.cu is specialized, for layers so small that blocks of 64 outputs divide K."""
-
-    rows: int  # of x, of a block
-    split: ClassVar[int] = 8  # blocks that divide K
-    stages: ClassVar[int] = 6
-
-    def __str__(self) -> str:
-        return f"gemm {self.rows}x64 /{self.split} {self.stages}st"
-
-
-@dataclass(frozen=True, slots=True)
-class RowGemm:
-    """How quant_rows.cu is specialized."""
-
-    rows: int  # of x, of a block
-    groups: int  # of four warps, 64 outputs each
-    split: int  # blocks that divide K
-    stages: int
-
-    def __str__(self) -> str:
-        return f"rows {self.rows}x{self.groups * 64} /{self.split} {self.stages}st"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +148,8 @@ class Grouped:
         return f"grouped {self.rows}x{self.slabs * 16} {self.stages}st"
 
 
-Shape = Few | Gemm | Tile
-Chosen = Shape | RowGemm | Persistent | Blocks | Grouped | None  # None: the library
+Shape = Few | Tile
+Chosen = Shape | Persistent | Blocks | Grouped | None  # None: the library
 
 
 def slab_bytes(kind: int) -> int:
@@ -212,11 +187,6 @@ def end_shared(rows: int, outputs: int, split: int) -> int:
     return share * outputs * (4 * (split - 1) + 3)
 
 
-def gemm_shared(shape: Gemm) -> int:
-    """Bytes of shared memory of a block: tiles of x, what the end takes, what aligning takes."""
-    return 1024 + shape.stages * shape.rows * 128 + end_shared(shape.rows, 64, shape.split)
-
-
 def tile_shared(shape: Tile, kind: int, scaled: int) -> int:
     """Bytes of shared memory of a block: barriers, tiles of x and of weights, what the unpacking
     warps hold, or what the end takes where all of it was."""
@@ -237,13 +207,14 @@ def tile_room(shape: Tile) -> int:
     return _MULTIPROCESSOR // shape.resident - 1024 - _ROW_BYTES * shape.rows
 
 
-def persistent_shared(shape: Persistent, kind: int) -> int:
+def persistent_shared(shape: Persistent, kind: int, *, by_block: bool = False) -> int:
     """Bytes of shared memory of a block of quant_persistent.cu: barriers, a ring of turns, two
     tables of rows for every group of warps, what warps are about to store; of blocks that divide K
     in their place what the end takes where the ring was."""
     warps, by_rows = shape.groups * 4, kind in (INT8_ROWS, FP8_ROWS)
     weights = shape.groups * 64 * 128 if by_rows else warps * slab_bytes(kind)
-    ring = shape.stages * (shape.rows * 128 + weights)
+    line = (shape.rows + 2) * 4 if by_block else 0
+    ring = shape.stages * (shape.rows * 128 + weights + line)
     if shape.split > 1:
         end = end_shared(shape.rows, shape.groups * 64, shape.split)
         return 16 * shape.stages + 1024 + max(ring, end)
@@ -251,11 +222,11 @@ def persistent_shared(shape: Persistent, kind: int) -> int:
     return 16 * shape.stages + 1024 + ring + tables + warps * _STORED * 32
 
 
-def boxes(shape: Persistent, kind: int) -> tuple[int, int]:
+def boxes(shape: Persistent, kind: int, *, by_block: bool = False) -> tuple[int, int]:
     """Where the copy engine stores results: how many pieces of them a group of warps has, two,
     which find a place where its warps have theirs without it, or three, and bytes of shared memory
     of the block."""
-    shared = persistent_shared(shape, kind)
+    shared = persistent_shared(shape, kind, by_block=by_block)
     more = shared + shape.groups * shape.box_rows * 128
     return (3, more) if more <= MOST_DYNAMIC else (2, shared)
 
@@ -282,7 +253,7 @@ def blocks_shared(shape: Blocks) -> int:
     """Bytes of shared memory of a block of quant_blocks.cu: barriers and scales of turns, a ring of
     turns that begins at whole 1,024 bytes, pieces of results that warps are about to store, sums of
     these that other blocks send."""
-    scales = (shape.rows + shape.columns // 128) * 4
+    scales = (shape.rows + 2) * 4
     ring = shape.stages * (shape.rows + shape.columns) * 128
     sent = shape.rows // shape.split * (shape.split - 1) * shape.columns * 4
     start = -(-shape.stages * (16 + scales) // 1024) * 1024
@@ -293,12 +264,3 @@ def blocks(columns: int = 128, split: int = 1) -> Blocks:
     """With as many turns ahead, to eight, as there is shared memory for."""
     shapes = (Blocks(columns, stages, split) for stages in range(8, 2, -1))
     return next(shape for shape in shapes if blocks_shared(shape) <= MOST_DYNAMIC)
-
-
-def rows_shared(shape: RowGemm, *, by_block: bool) -> int:
-    """Bytes of shared memory of a block of quant_rows.cu: tiles, scales of turns, what the end
-    takes, what aligning takes."""
-    tiles = shape.stages * (shape.groups * 64 + shape.rows) * 128
-    end = end_shared(shape.rows, shape.groups * 64, shape.split)
-    factors = shape.stages * shape.rows * 4 if by_block else 0
-    return 1024 + (tiles + factors + end if shape.split > 1 else max(tiles + factors, end))

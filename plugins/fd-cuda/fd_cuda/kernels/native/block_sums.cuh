@@ -11,8 +11,8 @@ struct Own {
   const float *of_rows, *of_outputs;
 };
 
-__device__ __forceinline__ Own own_of(const Ring& ring, const unsigned char* lines, int warp, int lane) {
-  return {ring.base + warp / 4 * 64 * 128, (const float*)lines + warp * 16 + (lane >> 2), (const float*)lines + ROWS};
+__device__ __forceinline__ Own own_of(const Ring& ring, int warp, int lane) {
+  return {ring.base + warp / 4 * 64 * 128, (const float*)ring.lines + warp * 16 + (lane >> 2), (const float*)ring.lines + ROWS};
 }
 
 __device__ __forceinline__ Scales scales_of(const Own& own, int stage) {

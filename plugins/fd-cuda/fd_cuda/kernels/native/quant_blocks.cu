@@ -25,10 +25,8 @@
 #define ROWS (GROUPS * 64)
 #define COLUMNS (BN * WAVES)
 #define APART 1         // waves of gates, waves of what belongs to them
-#define FEEDERS 33      // one thread, and a warp with scales
 #define EARLY !GROUPED
-#define LINE ((ROWS + COLUMNS / 128) * 4)  // bytes of a turn's scales: of rows, and of outputs after them
-#define LINES (STAGES * LINE)
+#define BY_BLOCK 1
 #include "tiles.cuh"
 
 #define PIECE 128                                 // bytes of a row that a warp stores at a time
@@ -58,31 +56,6 @@ __device__ __forceinline__ void pass_by(const Problem& of, const Ring& ring, Pla
   for (int t = 0; t < of.turns; t++, advance<STAGES>(at)) {
     await_phase(ring.full + 8 * at.stage, at.parity);
     set_free(ring, at.stage, lane);
-  }
-}
-
-// What one warp does: bring scales to the lines of the turns.
-__device__ __forceinline__ void feed_scales(const Problem& of, const Ring& ring, u32 lines, int lane) {
-  if (EARLY) wait_for_previous();
-  Place at = {0, 1};
-  for (int id = blockIdx.x; id < of.blocks * of.across; id += gridDim.x) {
-    const Tile tile = tile_of(of, id);
-    if (tile.expert < 0) continue;
-    const int output = tile.nth * OUT + min(lane, COLUMNS / 128 - 1) * (PAIRED ? of.N / 2 : 128);
-    const float *of_rows = of.x_scales, *of_waves = of.scales + (u64)tile.expert * of.scale_width;
-    of_rows += (u64)of.first * of.num_x, of_waves += (u64)(min(output, of.N - 1) / 128) * of.all + of.first;
-    int rows[ROWS / 32];
-#pragma unroll
-    for (int i = 0; i < ROWS / 32; i++) rows[i] = min(tile.block * ROWS + i * 32 + lane, of.num_x - 1);
-#pragma unroll 1
-    for (int t = 0; t < of.turns; t++, advance<STAGES>(at), of_rows += of.num_x, of_waves++) {
-      const u32 line = lines + at.stage * LINE;
-      await_phase(ring.empty + 8 * at.stage, at.parity);
-#pragma unroll
-      for (int i = 0; i < ROWS / 32; i++) copy_word(line + (i * 32 + lane) * 4, of_rows + rows[i], true);
-      if (lane < COLUMNS / 128) copy_word(line + (ROWS + lane) * 4, of_waves, true);
-      arrive_when_copied(ring.full + 8 * at.stage);
-    }
   }
 }
 
@@ -220,10 +193,10 @@ struct Results {
 
 // What the warps that multiply do.
 __device__ __forceinline__ void multiply_tiles(const Problem& of, const TensorMap& y_boxes, const Results& to,
-                                               const Ring& ring, unsigned char* room, const unsigned char* lines,
+                                               const Ring& ring, unsigned char* room,
                                                [[maybe_unused]] float4* inbox, int warp, int lane) {
   if (EARLY) wait_for_previous();
-  const Own own = own_of(ring, lines, warp, lane);
+  const Own own = own_of(ring, warp, lane);
   const int num_tiles = of.blocks * of.across;
   Place at = {0, 0};
   [[maybe_unused]] int piece = 0;
@@ -281,15 +254,15 @@ quant_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
                    num_x,   blocks, across,   first, turns};
   const Ring ring = open_ring(x, w, memory);
   announce_start();
-  unsigned char *const rooms = ring.tiles + STAGES * STAGE, *const lines = memory + 16 * STAGES;
+  unsigned char* const rooms = ring.tiles + STAGES * STAGE;
   float4* const inbox = (float4*)(rooms + MULTIPLIERS * ROOM);
   if (warp < MULTIPLIERS) {
     take_registers<232>();
-    multiply_tiles(of, boxes_of_y, {y, y_scales, bias}, ring, rooms + warp * ROOM, lines, inbox, warp, lane);
+    multiply_tiles(of, boxes_of_y, {y, y_scales, bias}, ring, rooms + warp * ROOM, inbox, warp, lane);
   } else {
     give_registers<40>();
     if (thread == MULTIPLIERS * 32) feed(x, w, of, ring);
-    if (warp == MULTIPLIERS + 1) feed_scales(of, ring, shared_address(lines), lane);
+    if (warp == MULTIPLIERS + 1) feed_scales(of, ring, lane);
 #if SPLIT > 1
     __syncwarp();
     await_start();

@@ -36,6 +36,11 @@ __device__ __forceinline__ void await_turn() {
   asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
 }
 
+// copy_async of a row's weights: the second-level cache brings what the next turn reads of them, too.
+__device__ __forceinline__ void copy_once(u32 to, const void* from, bool inside) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
+
 // Through addresses that are kept the compiler would not know shared memory as such.
 __device__ __forceinline__ void load_chunk(u32* b, u32 address) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -108,8 +113,8 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
 #if BY_ROWS
       const bool inside = EVEN || turn * 64 + (lane & 3) * 16 < K;
       const unsigned char* row = from[m] + (inside ? rounds * WARPS * 64 : 0);
-      copy_async(slab + lane * 16, row, inside);
-      copy_async(slab + 512 + lane * 16, row + second[m], inside);
+      copy_once(slab + lane * 16, row, inside);
+      copy_once(slab + 512 + lane * 16, row + second[m], inside);
 #else
       bring_slab(slab, from[m] + rounds * WARPS * SLAB_BYTES, lane);
 #endif

@@ -1,10 +1,11 @@
-// y[M, N] = x[M, K] W[N, K]^T with packed W, for hundreds of rows, or hundreds of rows an expert: as many blocks as there
+// y[M, N] = x[M, K] W[N, K]^T with packed W, for tens to thousands of rows, or as many an expert: as many blocks as there
 // are multiprocessors take one tile of BN rows by 64 * GROUPS outputs after the other.
 //
 // One warp feeds: the copy engine brings 128 bytes of every row of x (64 half floats, or BY_ROWS 128 numbers) and of W what
 // belongs to them, STAGES such turns ahead, those of the next tile while the last one is stored. GROUPS of four warps
 // multiply 64 outputs each and share nothing: slabs of quant.cuh are unpacked into registers while wgmma multiplies the slab
-// before; numbers that lie BY_ROWS are multiplied from shared memory as they are.
+// before; numbers that lie BY_ROWS are multiplied from shared memory as they are. BY_BLOCK: these have scales of a row and a
+// turn [turns, num_x], and of 128 by 128 weights [N / 128, turns]. FRESH: the kernel before may have written the weights.
 // GROUPED: blocks of rows have an expert each, and x lies in their order; `slots` says where rows of y go, without it they
 // lie like those of x. PAIRED: the first eight of a warp's 16 outputs are gates, the others what belongs to them.
 // BOXES: the copy engine stores results, BOX_ROWS rows of a group's 64 outputs at a time, while the next tile is multiplied;
@@ -21,8 +22,9 @@
 #define ROWS BN
 #define COLUMNS (GROUPS * 64)
 #define APART (!BY_ROWS)
-#define EARLY (!GROUPED && !BY_ROWS)  // numbers by rows may have been unpacked by the kernel before
+#define EARLY (!GROUPED && !FRESH)
 #define BOX (GROUPED ? BOX_ROWS : BN)
+#define APART_SUMS (FORMAT == FP8_ROWS && (BN <= 32 || GROUPS == 1 || SPLIT > 1 || BY_BLOCK))  // larger tiles would take longer
 #include "tiles.cuh"
 
 #define FEWER (GROUPED && !BY_ROWS && BN >= 128 ? 64 : BN)
@@ -171,6 +173,34 @@ __device__ __forceinline__ void add_up(float (&sum)[BN / 2], const Problem& of, 
   fence_registers(sum);
   if (lane == 0) arrive_at(ring.empty + 8 * last);
 }
+#elif APART_SUMS
+// The same of fp8 numbers, of which the matrix units would lose bits in sums of many turns: those of a turn are added up outside.
+template <int>
+__device__ __forceinline__ void add_up(Sum (&total)[BN / 2], const Problem& of, const Tile&, const Ring& ring, Place& at,
+                                       int warp, int lane) {
+  Sum sum[BN / 2];
+  for (int t = 0; t < of.turns; t++, advance<STAGES>(at)) {
+    const u32 tile_at = ring.base + at.stage * STAGE;
+    const u64 tile_x = descriptor(tile_at), tile_w = descriptor(tile_at + TILE_X + warp / 4 * 64 * 128);
+    [[maybe_unused]] const float* line = (const float*)ring.lines + at.stage * (LINE / 4);
+    await_phase(ring.full + 8 * at.stage, at.parity);
+    fence_registers(sum);
+    begin_products();
+    multiply<0>(sum, tile_w, tile_x);
+#pragma unroll
+    for (int s = 1; s < 4; s++) multiply<1>(sum, tile_w + s * 2, tile_x + s * 2);
+    end_products();
+    await_products<0>();
+    fence_registers(sum);
+#pragma unroll
+    for (int i = 0; i < BN / 2; i++) {
+      const float scale = BY_BLOCK ? line[i / 4 * 8 + (lane & 3) * 2 + i % 2] * line[BN + (PAIRED && i % 4 > 1)] : 1.f;
+      total[i] = fmaf(sum[i], scale, total[i]);
+    }
+    __syncwarp();  // all lanes have read the scales
+    if (lane == 0) arrive_at(ring.empty + 8 * at.stage);
+  }
+}
 #else
 // A tile's sums, from `at` on in the ring.
 template <int>
@@ -205,13 +235,13 @@ struct Known {
 __device__ __forceinline__ Known find(const Problem& of, const Tile& tile, const u16* bias, int thread) {
   const Outputs own = outputs_of(of, tile, thread / 32, thread % 32);
   const float* scales = of.scales + (u64)tile.expert * of.scale_width;
-  Known found = {{scales[own.upper], scales[own.lower]},
+  Known found = {{BY_BLOCK ? 1.f : scales[own.upper], BY_BLOCK ? 1.f : scales[own.lower]},
                    {bias == nullptr ? 0.f : widen_y(bias[own.upper]), bias == nullptr ? 0.f : widen_y(bias[own.lower])}};
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int row = tile.block * BN + min(thread % 128 + i * 128, BN - 1);
     found.at[i] = of.slots == nullptr || PAIRED ? row : of.slots[row];
-    found.of_row[i] = of.x_scales != nullptr && (GROUPED || row < of.M) ? of.x_scales[row] : 1.f;
+    found.of_row[i] = !BY_BLOCK && of.x_scales != nullptr && (GROUPED || row < of.M) ? of.x_scales[row] : 1.f;
   }
   return found;
 }
@@ -310,21 +340,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
                  const __grid_constant__ TensorMap boxes_of_y, const u32* __restrict__ groups, const float* __restrict__ scales, const float* x_scales,
                  const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M, int N, int slabs,
-                 int turns, int per_group, int scale_width, int blocks) {
+                 int turns, int per_group, int scale_width, int num_x, int blocks) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, lane = thread & 31, warp = uniform(thread >> 5), group = warp / 4;
   const int across = ((PAIRED ? N / 2 : N) + OUT - 1) / OUT;
   const int rank = SPLIT > 1 ? blockIdx.z : 0, first = rank * turns / SPLIT, own = (rank + 1) * turns / SPLIT - first;
   const Problem of{groups, scales,    x_scales,    slots, experts, M,      N,     slabs,
-                   own,    per_group, scale_width, 0,     blocks,  across, first, turns};
+                   own,    per_group, scale_width, num_x, blocks,  across, first, turns};
   const Ring ring = open_ring(x, w, memory);
 
   if (warp >= MULTIPLIERS) {
     give_registers<40>();
     if (thread == MULTIPLIERS * 32) feed(x, w, of, ring);
+#if BY_BLOCK
+    if (warp == MULTIPLIERS + 1) feed_scales(of, ring, lane);
+#endif
 #if SPLIT > 1
     __syncwarp();
-    rest<false>();
+    rest();
 #endif
     return;
   }
@@ -332,13 +365,14 @@ quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ Te
   if (EARLY) wait_for_previous();
 #if SPLIT > 1
   const Tile tile = tile_of(of, blockIdx.x);
-  Sum sums[1][BN / 2] = {};
-  fence_registers(sums[0]);
+  Sum sum[BN / 2] = {};
+  fence_registers(sum);
   Place at = {0, 0};
-  if (of.turns > 0) add_up<BN>(sums[0], of, tile, ring, at, warp, lane);
-  const Ending ending{(float*)ring.tiles, scales, x_scales, nullptr, bias, y, nullptr, 0, tile.block * BN, rank, M, N};
+  if (of.turns > 0) add_up<BN>(sum, of, tile, ring, at, warp, lane);
+  const Ending ending{(float*)ring.tiles, BY_BLOCK ? nullptr : scales, BY_BLOCK ? nullptr : x_scales, nullptr, bias, y,
+                      nullptr, tile.block * BN, rank, M, N};
   const int column = tile.nth * OUT + warp * 16;
-  finish<MULTIPLIERS * 32, false>(ending, find_factors<MULTIPLIERS * 32, 1>(ending, column, thread), sums, column, thread);
+  finish<MULTIPLIERS * 32>(ending, find_factors<MULTIPLIERS * 32>(ending, column, thread), sum, column, thread);
 #else
   unsigned char* const rooms = ring.tiles + STAGES * STAGE;
   Table* const tables = (Table*)(rooms + GROUPS * ROOM) + group * 2;  // of this tile, and of the next one
@@ -354,9 +388,7 @@ quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ Te
     if (id + gridDim.x < num_tiles) next = tile_of(of, id + gridDim.x), next_rows = rows_of(of, next);
     if (tile.expert < 0) continue;
     const Known found = find(of, tile, bias, thread);
-    Sum sum[BN / 2];
-#pragma unroll
-    for (int i = 0; i < BN / 2; i++) sum[i] = 0;
+    Sum sum[BN / 2] = {};
     fence_registers(sum);
     if (FEWER == BN || rows > FEWER) add_up<BN>(sum, of, tile, ring, at, warp, lane);
     else add_up<FEWER>(sum, of, tile, ring, at, warp, lane);

@@ -200,7 +200,7 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
       ask(slot, t + AHEAD * TEAMS);
       if (++slot == AHEAD) slot = 0;
     }
-    rest<PAIRED>();
+    rest();
     return;
   }
   if (BN == 256) take_registers<UNPACKERS == 4 ? 208 : 184>();
@@ -208,15 +208,12 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   wait_for_previous();  // y is the allocator's: what is queued before may still read what was there
 #endif
   // Parts stand where tiles were.
-  const Ending ending{(float*)ring, scales, x_scales, x_sums, bias, y, slots, 0, first_row, rank, M, N};
+  const Ending ending{(float*)ring, scales, x_scales, x_sums, bias, y, slots, first_row, rank, M, N};
   const int column = tile * OUT + warp % (OUT / 16) * 16;
-  const auto find = [&] { return find_factors<MULTIPLIERS * 32, 1>(ending, column, thread); };
-  Factors<1> factors;
+  const auto find = [&] { return find_factors<MULTIPLIERS * 32>(ending, column, thread); };
+  Factors factors;
   if (EARLY) factors = find();
-  Sum sums[1][BN / 2];
-  Sum(&sum)[BN / 2] = sums[0];
-#pragma unroll
-  for (int i = 0; i < BN / 2; i++) sum[i] = 0;
+  Sum sum[BN / 2] = {};
   fence_registers(sum);
   int last = 0;
   for (int t = 0; t < count; t++) {
@@ -236,5 +233,5 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   await_products<0>();
   fence_registers(sum);
   if (!EARLY) factors = find();
-  finish<MULTIPLIERS * 32, false>(ending, factors, sums, column, thread);
+  finish<MULTIPLIERS * 32>(ending, factors, sum, column, thread);
 }

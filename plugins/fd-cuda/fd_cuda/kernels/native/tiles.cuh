@@ -2,15 +2,14 @@
 // they are made of gets to its shared memory.
 
 #define MULTIPLIERS (GROUPS * 4)  // warps; four more have the feeder, and give it their registers
-#ifndef FEEDERS
-#define FEEDERS 1  // threads that say when a turn is there
-#endif
 #ifndef EARLY
 #define EARLY 0  // weights are older than the kernel before, and no expert's: the first ones are asked for while it runs
 #endif
-#ifndef LINES
-#define LINES 0  // bytes of what else a ring has, after its barriers
+#ifndef BY_BLOCK
+#define BY_BLOCK 0  // a ring has a line for every turn, of its scales: those of ROWS, and two or less of outputs
 #endif
+#define LINE (BY_BLOCK * (ROWS + 2) * 4)  // bytes
+#define FEEDERS (BY_BLOCK ? 33 : 1)       // threads that say when a turn is there
 #ifndef BOX
 #define BOX ROWS  // rows that one copy brings
 #endif
@@ -59,12 +58,12 @@ __device__ __forceinline__ Tile uniform(const Tile& tile) {
 // Of a block of threads: barriers of turns that are there and of those that are free, and their memory.
 struct Ring {
   u32 full, empty, base;
-  unsigned char* tiles;
+  unsigned char *lines, *tiles;
 };
 
 // What all threads of a block begin with; after it, but for EARLY, what the kernel before has made may be read.
 __device__ __forceinline__ Ring open_ring(const TensorMap& x, const TensorMap& w, unsigned char* start) {
-  const u32 full = shared_address(start), empty = full + 8 * STAGES, base = (empty + 8 * STAGES + LINES + 1023) & ~1023u;
+  const u32 full = shared_address(start), empty = full + 8 * STAGES, base = (empty + (8 + LINE) * STAGES + 1023) & ~1023u;
   if (threadIdx.x == 0) {
     prefetch(x);
     prefetch(w);
@@ -78,7 +77,7 @@ __device__ __forceinline__ Ring open_ring(const TensorMap& x, const TensorMap& w
   __syncthreads();
   let_next_start();
   if (!EARLY) wait_for_previous();
-  return {full, empty, base, start + (base - full)};
+  return {full, empty, base, start + 16 * STAGES, start + (base - full)};
 }
 
 // Ask for what one turn of a tile of W takes. PAIRED: gates and what belongs to them by eights in turn, or APART.
@@ -125,3 +124,33 @@ __device__ __forceinline__ void feed(const TensorMap& x, const TensorMap& w, con
     }
   }
 }
+
+#if BY_BLOCK
+// What a warp does beside that thread: bring scales of rows and of outputs to the lines of the turns.
+__device__ __forceinline__ void feed_scales(const Problem& of, const Ring& ring, int lane) {
+  constexpr int each = (ROWS + 31) / 32, parts = PAIRED ? 2 : (COLUMNS + 127) / 128;
+  if (EARLY) wait_for_previous();
+  const u32 lines = shared_address(ring.lines);
+  Place at = {0, 1};
+  for (int id = blockIdx.x; id < of.blocks * of.across; id += gridDim.x) {
+    const Tile tile = tile_of(of, id);
+    if (tile.expert < 0) continue;
+    const int output = tile.nth * OUT + min(lane, parts - 1) * (PAIRED ? of.N / 2 : 128);
+    const float *of_rows = of.x_scales, *of_outputs = of.scales + (u64)tile.expert * of.scale_width;
+    of_rows += (u64)of.first * of.num_x, of_outputs += (u64)(min(output, of.N - 1) / 128) * of.all + of.first;
+    int rows[each];
+#pragma unroll
+    for (int i = 0; i < each; i++) rows[i] = min(tile.block * ROWS + i * 32 + lane, of.num_x - 1);
+#pragma unroll 1
+    for (int t = 0; t < of.turns; t++, advance<STAGES>(at), of_rows += of.num_x, of_outputs++) {
+      const u32 line = lines + at.stage * LINE;
+      await_phase(ring.empty + 8 * at.stage, at.parity);
+#pragma unroll
+      for (int i = 0; i < each; i++)
+        if (i * 32 + lane < ROWS) copy_word(line + (i * 32 + lane) * 4, of_rows + rows[i], true);
+      if (lane < parts) copy_word(line + (ROWS + lane) * 4, of_outputs, true);
+      arrive_when_copied(ring.full + 8 * at.stage);
+    }
+  }
+}
+#endif

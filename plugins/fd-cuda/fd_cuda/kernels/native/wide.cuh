@@ -12,13 +12,6 @@ __device__ __forceinline__ void copy_word(u32 to, const void* from, bool inside)
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(inside ? 4 : 0) : "memory");
 }
 
-// The copies of all but the last `left` turns are there for the matrix units to read.
-template <int left>
-__device__ __forceinline__ void await_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
@@ -99,6 +92,13 @@ __device__ __forceinline__ void store_transposed(u32 address, u32 first, u32 sec
 #define BOTH_SHARED "%64, %65"
 #define FLAG "%66"
 #define ONE_SHARED "{%64,%65,%66,%67}, %68"
+#elif BN == 96
+#define D_LIST "{" D48 "}"
+#define D_REGS(c, d) R32(c, d, 0), R16(c, d, 32)
+#define SIZE "m64n96"
+#define BOTH_SHARED "%48, %49"
+#define FLAG "%50"
+#define ONE_SHARED "{%48,%49,%50,%51}, %52"
 #elif BN == 64
 #define D_LIST "{" D32 "}"
 #define D_REGS(c, d) R32(c, d, 0)
@@ -150,7 +150,6 @@ struct Ending {
   const u16* bias;
   u16* y;
   const int* slots;  // of the block's rows, which rows of y they are; null where rows follow each other
-  int divisor;       // slots of a row of x; 0 where x has its rows as the block has them
   int first_row, rank, M, N;
 };
 
@@ -160,12 +159,7 @@ struct Row {
   float offset, scale;
 };
 
-// Four sums of each slab, of eight rows: those of 16 outputs by BN rows that a warp has as wgmma gives them.
-template <int slabs>
-struct Four {
-  float4 of[slabs];
-};
-
+// Four of the sums that a thread has, of eight rows.
 template <class Sum>
 __device__ __forceinline__ float4 four_of(const Sum* sum, int eight) {
   const Sum* own = sum + eight * 4;
@@ -173,40 +167,31 @@ __device__ __forceinline__ float4 four_of(const Sum* sum, int eight) {
 }
 
 // A thread sends its sums of the rows that another block finishes to the same thread of that block.
-template <int threads, int slabs, class Sum>
-__device__ __forceinline__ void send_sums(float* inbox, int rank, int thread, const Sum (&sum)[slabs][BN / 2]) {
+template <int threads, class Sum>
+__device__ __forceinline__ void send_sums(float* inbox, int rank, int thread, const Sum (&sum)[BN / 2]) {
 #pragma unroll
   for (int to = 0; to < FINISHERS; to++) {
     if (to == rank) continue;
-    const u32 slot = at_rank(shared_address(inbox + ((rank - (rank > to)) * slabs * SHARE / 8 * threads + thread) * 4), to);
+    const u32 slot = at_rank(shared_address(inbox + ((rank - (rank > to)) * SHARE / 8 * threads + thread) * 4), to);
 #pragma unroll
-    for (int e = 0; e < slabs * SHARE / 8; e++)
-      send(slot + e * threads * 16, four_of(sum[e / (SHARE / 8)], to * SHARE / 8 + e % (SHARE / 8)));
+    for (int e = 0; e < SHARE / 8; e++) send(slot + e * threads * 16, four_of(sum, to * SHARE / 8 + e));
   }
 }
 
 // The cluster's sums of the i-th eight rows that the block finishes, added in the order of its blocks.
-template <int threads, int slabs, class Sum>
-__device__ __forceinline__ Four<slabs> total(const float* inbox, int rank, int thread, int i,
-                                             const Sum (&sum)[slabs][BN / 2]) {
-  Four<slabs> all;
+template <int threads, class Sum>
+__device__ __forceinline__ float4 total(const float* inbox, int rank, int thread, int i, const Sum (&sum)[BN / 2]) {
+  float4 own = four_of(sum, i);
 #pragma unroll
-  for (int m = 0; m < slabs; m++) {
-    float4 own = four_of(sum[m], i);
+  for (int at = 1; at < FINISHERS; at++)
+    if (at == rank) own = four_of(sum, at * SHARE / 8 + i);
+  if (SPLIT == 1) return own;
+  float4 all = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-    for (int at = 1; at < FINISHERS; at++)
-      if (at == rank) own = four_of(sum[m], at * SHARE / 8 + i);
-    if (SPLIT == 1) {
-      all.of[m] = own;
-      continue;
-    }
-    all.of[m] = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-    for (int s = 0; s < SPLIT; s++) {
-      const float* slot = inbox + ((((s - (s > rank)) * slabs + m) * SHARE / 8 + i) * threads + thread) * 4;
-      const float4 part = s == rank ? own : *(const float4*)slot;
-      all.of[m].x += part.x, all.of[m].y += part.y, all.of[m].z += part.z, all.of[m].w += part.w;
-    }
+  for (int s = 0; s < SPLIT; s++) {
+    const float* slot = inbox + (((s - (s > rank)) * SHARE / 8 + i) * threads + thread) * 4;
+    const float4 part = s == rank ? own : *(const float4*)slot;
+    all.x += part.x, all.y += part.y, all.z += part.z, all.w += part.w;
   }
   return all;
 }
@@ -216,14 +201,14 @@ template <int threads>
 __device__ __forceinline__ void find_rows(const Ending& to, Row* rows, int thread) {
   for (int n = thread; n < SHARE; n += threads) {
     const int own = to.first_row + to.rank * SHARE + n, at = to.slots != nullptr ? to.slots[own] : own;
-    const int row = to.divisor ? at / to.divisor : own;
-    rows[n] = {at, to.x_sums != nullptr && at < to.M ? 127.5f * to.x_sums[row] : 0.f,
-               to.x_scales != nullptr && at < to.M ? to.x_scales[row] : 1.f};
+    rows[n] = {at, to.x_sums != nullptr && at < to.M ? 127.5f * to.x_sums[own] : 0.f,
+               to.x_scales != nullptr && at < to.M ? to.x_scales[own] : 1.f};
   }
 }
 
 // Of outputs l / 4 and l / 4 + 8 of two rows.
-__device__ __forceinline__ void finish_four(float* v, const float* scale, const Row& first, const Row& second) {
+__device__ __forceinline__ void finish_four(float4& all, const float* scale, const Row& first, const Row& second) {
+  float* v = (float*)&all;
 #pragma unroll
   for (int e = 0; e < 4; e++) {
     const Row& row = e % 2 ? second : first;
@@ -257,68 +242,66 @@ __device__ __forceinline__ void store_rows(const Ending& to, const unsigned char
 }
 
 // What results are multiplied with, and bias: of the rows that the block finishes a table, of a thread's outputs its own.
-template <int slabs>
 struct Factors {
   const Row* rows;
-  float scale[slabs][2], bias[2];
+  float scale[2], bias[2];
 };
 
 // Where it pays, found before the products, at whose end all would wait for it. finish() meets before it reads the table.
-template <int threads, int slabs>
-__device__ __forceinline__ Factors<slabs> find_factors(const Ending& to, int column, int thread) {
+template <int threads>
+__device__ __forceinline__ Factors find_factors(const Ending& to, int column, int thread) {
   const int width = PAIRED ? to.N / 2 : to.N;
-  const bool is_up = PAIRED && slabs == 1 && thread >= threads / 2;
+  const bool is_up = PAIRED && thread >= threads / 2;
   __shared__ Row rows[SHARE];
-  Factors<slabs> own{rows};
+  Factors own{rows};
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int output = min(column + (thread >> 2 & 7) + h * 8, width - 1);
-#pragma unroll
-    for (int m = 0; m < slabs; m++) own.scale[m][h] = to.scales == nullptr ? 1.f : to.scales[output + (m + is_up) * width];
+    own.scale[h] = to.scales == nullptr ? 1.f : to.scales[output + is_up * width];
     own.bias[h] = to.bias == nullptr ? 0.f : widen_y(to.bias[output]);
   }
   if (to.rank < FINISHERS) find_rows<threads>(to, rows, thread);
   return own;
 }
 
-// The end of a product: `threads` threads hold sums. A warp's slabs are 16 outputs from `column` on, with PAIRED gates; what
-// belongs to them is its second slab, or where it has one slab, what the upper half of the warps holds. `is_apart`: parts
-// stand where no tiles were. Warps without sums take part in every meeting by rest().
-template <int threads, bool is_apart, int slabs, class Sum>
-__device__ __forceinline__ void finish(const Ending& to, const Factors<slabs>& factors, const Sum (&sum)[slabs][BN / 2],
-                                       int column, int thread) {
-  constexpr bool across = PAIRED && slabs == 1;
+// The end of a product: `threads` threads hold sums, a warp those of 16 outputs from `column` on, with PAIRED the lower half of
+// the warps those of gates, the upper half what belongs to them. Parts stand where tiles were. Warps without sums take part in
+// every meeting by rest().
+template <int threads, class Sum>
+__device__ __forceinline__ void finish(const Ending& to, const Factors& factors, const Sum (&sum)[BN / 2], int column,
+                                       int thread) {
   const int lane = thread & 31, width = PAIRED ? to.N / 2 : to.N;
-  const bool is_up = across && thread >= threads / 2, finishes = to.rank < FINISHERS;
-  if (!is_apart) meet();
+  const bool is_up = PAIRED && thread >= threads / 2, finishes = to.rank < FINISHERS;
+  meet();
   if (SPLIT > 1) {
     send_sums<threads>(to.parts, to.rank, thread, sum);
     meet();
   }
-  unsigned char* stages = (unsigned char*)(to.parts + (SPLIT - 1) * slabs * SHARE / 8 * threads * 4);
+  unsigned char* stages = (unsigned char*)(to.parts + (SPLIT - 1) * SHARE / 8 * threads * 4);
   unsigned char* stage = stages + thread / 32 * SHARE * 32;
   float4* other = (float4*)(stages + threads * SHARE / 2) + thread % (threads / 2);  // what upper warps hold
   const Row* own_rows = factors.rows + (lane & 3) * 2;
   if (is_up) {
 #pragma unroll
     for (int i = 0; i < SHARE / 8; i++) {
-      Four<slabs> all = total<threads>(to.parts, to.rank, thread, i, sum);
-      finish_four((float*)&all.of[0], factors.scale[0], own_rows[i * 8], own_rows[i * 8 + 1]);
-      other[i * (threads / 2)] = all.of[0];
+      float4 up = total<threads>(to.parts, to.rank, thread, i, sum);
+      finish_four(up, factors.scale, own_rows[i * 8], own_rows[i * 8 + 1]);
+      other[i * (threads / 2)] = up;
     }
   }
-  if (across) __syncthreads();
+  if (PAIRED) __syncthreads();
   if (is_up || !finishes) return;
   const u32 place = shared_address(stage) + (lane & 7) * 32 + ((lane >> 3 & 1 ^ lane >> 2 & 1) << 4);
 #pragma unroll
   for (int i = 0; i < SHARE / 8; i++) {
-    Four<slabs> all = total<threads>(to.parts, to.rank, thread, i, sum);
-#pragma unroll
-    for (int m = 0; m < slabs; m++) finish_four((float*)&all.of[m], factors.scale[m], own_rows[i * 8], own_rows[i * 8 + 1]);
-    const float4 up = across ? other[i * (threads / 2)] : all.of[slabs - 1];
-    float4 v = all.of[0];
-    if (PAIRED) v = make_float4(silu(v.x) * up.x, silu(v.y) * up.y, silu(v.z) * up.z, silu(v.w) * up.w);
-    else v = make_float4(v.x + factors.bias[0], v.y + factors.bias[0], v.z + factors.bias[1], v.w + factors.bias[1]);
+    float4 v = total<threads>(to.parts, to.rank, thread, i, sum);
+    finish_four(v, factors.scale, own_rows[i * 8], own_rows[i * 8 + 1]);
+    if (PAIRED) {
+      const float4 up = other[i * (threads / 2)];
+      v = make_float4(silu(v.x) * up.x, silu(v.y) * up.y, silu(v.z) * up.z, silu(v.w) * up.w);
+    } else {
+      v = make_float4(v.x + factors.bias[0], v.y + factors.bias[0], v.z + factors.bias[1], v.w + factors.bias[1]);
+    }
     store_transposed(place + i * 256, narrow_y(v.x, v.y), narrow_y(v.z, v.w));
   }
   __syncwarp();
@@ -326,11 +309,10 @@ __device__ __forceinline__ void finish(const Ending& to, const Factors<slabs>& f
 }
 
 // What warps without sums do meanwhile.
-template <bool is_across>
 __device__ __forceinline__ void rest() {
   meet();
   if (SPLIT > 1) meet();
-  if (is_across) __syncthreads();
+  if (PAIRED) __syncthreads();
 }
 #endif
 
