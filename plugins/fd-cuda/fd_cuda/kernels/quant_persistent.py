@@ -42,8 +42,7 @@ def persistent_product(
     y = torch.empty((num_rows, width), dtype=dtype, device=x.device)
     order = None if grouping is None else grouping.order
     blocks = -(-x.shape[0] // shape.rows) if grouping is None else grouping.blocks
-    by_rows = _is_by_rows(weight)
-    turns = -(-weight.in_features // (2 * TURN)) if by_rows else weight.num_turns
+    by_rows, turns = _is_by_rows(weight), _turns(weight)
     # The copy engine stores rows that begin at whole 16 bytes, where they lie like those of the
     # tiles.
     is_boxed = grouping is None and shape.split == 1 and weight.out_features % 8 == 0
@@ -70,10 +69,7 @@ def persistent_product(
         blocks,
     ]
     tiles = blocks * -(-width // (shape.groups * (32 if paired else 64)))
-    by_block = weight.block_scales is not None
-    pieces, shared = 0, persistent_shared(shape, weight.kind, by_block=by_block)
-    if is_boxed:
-        pieces, shared = boxes(shape, weight.kind, by_block=by_block)
+    pieces, shared = _memory(shape, weight, is_boxed=is_boxed)
     flags = {
         "PAIRED": int(paired),
         "GROUPED": int(grouping is not None),
@@ -81,16 +77,27 @@ def persistent_product(
         "BOXES": pieces,
     }
     kernel = _kernel(shape, weight, x.dtype, dtype, flags)
-    at_once = tiles if shape.split > 1 else min(tiles, num_processors())
-    native.launch(
-        kernel, (at_once, 1, shape.split), shape.threads, arguments,
-        shared=shared, cluster=shape.split,
-    )  # fmt: skip
+    grid = (tiles if shape.split > 1 else min(tiles, num_processors()), 1, shape.split)
+    native.launch(kernel, grid, shape.threads, arguments, shared=shared, cluster=shape.split)
     return y
 
 
 def _is_by_rows(weight: Slabs) -> bool:
     return weight.kind in (INT8_ROWS, FP8_ROWS)
+
+
+def _turns(weight: Slabs) -> int:
+    """Steps over the inputs."""
+    return -(-weight.in_features // (2 * TURN)) if _is_by_rows(weight) else weight.num_turns
+
+
+def _memory(shape: Persistent, weight: Slabs, *, is_boxed: bool) -> tuple[int, int]:
+    """Pieces in which the copy engine stores a tile, 0 where it does not, and bytes of shared
+    memory."""
+    by_block = weight.block_scales is not None
+    if is_boxed:
+        return boxes(shape, weight.kind, by_block=by_block)
+    return 0, persistent_shared(shape, weight.kind, by_block=by_block)
 
 
 def _kernel(
