@@ -151,9 +151,11 @@ def test_products_with_adapters(shape: tuple[Any, ...], has_norm: bool, dtype: s
         assert difference < bound * float(wanted.abs().max())
 
 
+@pytest.mark.parametrize("rank", [8, 16, 64])
 @pytest.mark.parametrize("epilogue", ["plain", "gated", "add"])
-def test_tiles_of_prompts_add_what_each_row_has(epilogue: str) -> None:
-    """Tiles with one adapter, with several, with none, and beyond the last row."""
+def test_tiles_of_prompts_add_what_each_row_has(epilogue: str, rank: int) -> None:
+    """Tiles with eight adapters, as decoded tokens in front of prompts have, with two, with one,
+    with none, and beyond the last row."""
     draw = torch.Generator().manual_seed(7)
 
     def random(*size: int, spread: float = 1.0) -> torch.Tensor:
@@ -161,20 +163,19 @@ def test_tiles_of_prompts_add_what_each_row_has(epilogue: str) -> None:
 
     is_gated = epilogue == "gated"
     ends = (128, 256) if is_gated else (128, 160, 192)
-    x, weight = random(400, 128), random(ends[-1], 128, spread=128**-0.5)
-    b, inner = random(4, ends[-1], 8), random(2, 400, len(ends) * 8).float()
-    slots = torch.full((400,), -1, dtype=torch.int32, device=DEVICE)
-    slots[:128], slots[128:200], slots[200:230:3], slots[390:] = 2, 0, 3, 1
-    inner[:, slots < 0] = float("nan")  # nobody has written them
-    residual = random(400, ends[-1]) if epilogue == "add" else None
+    x, weight = random(660, 128), random(ends[-1], 128, spread=128**-0.5)
+    a = random(8, len(ends) * rank, 128, spread=128**-0.5)
+    b = random(8, ends[-1], rank)
+    slots = torch.full((660,), -1, dtype=torch.int32, device=DEVICE)
+    slots[:48] = torch.arange(48, dtype=torch.int32, device=DEVICE) % 9 - 1
+    slots[48:200], slots[200:384], slots[400:430:3], slots[650:] = 2, 6, 3, 1
+    residual = random(660, ends[-1]) if epilogue == "add" else None
+    plain = build_kernel_table("cpu")
     wanted = x.float() @ weight.float().T + (0 if residual is None else residual.float())
-    sums = adapted_rows.Sums(inner, b, ends, slots)
+    wanted = plain["lora"](wanted, x.float(), None, 0.0, a.float(), b.float(), ends, slots)
+    sums = adapted_rows.sums_of(x, a, b, ends, slots)
+    sums.inner[:, slots < 0] = float("nan")  # nobody has written them
     found = adapted_rows.product(x, weight, residual, sums, is_gated=is_gated)
-    starts = (0, *ends[:-1])
-    for row in (slots >= 0).nonzero().flatten().tolist():
-        for part, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            own = inner[:, row, part * 8 : part * 8 + 8].sum(0)
-            wanted[row, start:end] += b[slots[row], start:end].float() @ own
     if is_gated:
-        wanted = build_kernel_table("cpu")["silu_and_mul"](wanted)
+        wanted = plain["silu_and_mul"](wanted)
     assert float((found.float() - wanted).abs().max()) < 2e-2 * float(wanted.abs().max())
