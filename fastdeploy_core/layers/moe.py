@@ -74,6 +74,9 @@ class MoEBlock:
             spec = ranks.local(spec, intermediate)
             self._divided = ranks.divide(build, routing, build.moe(spec), self._weights)
         self._driver = build.moe(spec)
+        if build.adapters is not None and ranks is None:
+            experts = f"{prefix}.experts"
+            self._driver = build.adapters.experts(build, experts, spec, self._driver)
         self._experts = make_experts(
             build,
             f"{prefix}.experts",

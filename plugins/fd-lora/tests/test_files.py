@@ -55,7 +55,6 @@ def test_the_digest_is_of_both_files(tmp_path: Path) -> None:
         ({"layer_replication": [[0, 2]]}, "several times"),
         ({"alora_invocation_tokens": [1]}, "aLoRA"),
         ({"trainable_token_indices": [3]}, "embeddings of tokens"),
-        ({"target_parameters": ["experts.gate_up_proj"]}, "routed experts"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base's weights"),
         ({"use_something_new": True}, "does not know it"),
         ({"r": 3}, "rank 3"),
