@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 # Rows an expert from which a program computes so many at a time; else 16.
 _SOME_EACH, _SOME = 32, 64
-_COLUMNS = 128  # outputs of a program
+_COLUMNS = 128  # outputs of a program, at most
+_HELD = 1 << 15  # bytes of B that a program multiplies at once
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -142,11 +143,13 @@ def lora_experts(
         DIVISOR=num_pairs // x.shape[0], K=depth, RANKS=ranks, PADDED=padded, BK=inputs,
         **sizes, **options(num_warps=4, num_stages=2),
     )  # fmt: skip
-    columns = min(_COLUMNS, max(16, pad2(max(ends))))
+    wide = max(16, pad2(rank))
+    fitting = min(_COLUMNS, _HELD // (wide * x.element_size()))
+    columns = max(16, min(fitting, pad2(max(ends))))
     tiles, num_tiles = tiles_of(tuple(ends), columns, y.device)
     _expand[(blocks, num_tiles)](
         y, inner, b, order.slots, order.experts, slots, tiles, num_pairs, y.stride(0),
-        N=y.shape[1], R=rank, RANKS=ranks, RANK=max(16, pad2(rank)), EVEN=even(ends), BN=columns,
+        N=y.shape[1], R=rank, RANKS=ranks, RANK=wide, EVEN=even(ends), BN=columns,
         **sizes, **options(num_warps=4),
     )  # fmt: skip
     return y
