@@ -253,6 +253,11 @@ class AdapterLayers:
         """The model is there: adapters that the operator named have to fit it. rows [max_num_seqs]
         int64, on the device: the slots of a captured step's rows."""
         self._captured_rows = rows
+        if self._lora.lora_experts and not self._targets.has_experts:
+            raise ConfigError(
+                "--lora-experts: this model has no routed experts that adapters can change; leave "
+                "it out"
+            )
         for name, extras in operators_adapters(self._config).items():
             try:
                 self._halves(extras)

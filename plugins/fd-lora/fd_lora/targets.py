@@ -106,6 +106,11 @@ class Targets:
         self.why_no_experts = ""  # after what cannot be changed, in a message
         self.canonical: Callable[[str], str] = str  # a checkpoint's name in the model's spelling
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether there are routed experts among them."""
+        return bool(self._stacked)
+
     def add(
         self,
         slots: Slots,

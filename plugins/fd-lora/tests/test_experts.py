@@ -134,3 +134,8 @@ def test_what_is_refused(folder: Path, tmp_path: Path, fd_tensor: str) -> None:
     ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     with pytest.raises(ConfigError, match="--enable-expert-parallel"):
         engine(base, fd_tensor, lora_experts=True, **ranks)
+    config = json.loads((base / "config.json").read_text())
+    config["mlp_only_layers"] = list(range(config["num_hidden_layers"]))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="no routed experts"):
+        engine(tmp_path, fd_tensor, lora_experts=True, load_format="dummy")
