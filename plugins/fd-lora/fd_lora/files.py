@@ -219,7 +219,7 @@ def _module(
     parameter = _parameter(path, name, all_halves, config) if block else ""
     full_name = f"{block}.{parameter}" if block else name
     rank = _of(path, full_name, config, "rank_pattern", "r")
-    count = a[0] // int(rank) if block and a is not None else 0
+    count = a[0] // max(1, int(rank)) if block and a is not None else 0
     rows = rank * (count or 1)
     if a is None or b is None or a[0] != rows or b[1] != rows:
         raise InvalidRequest(

@@ -206,7 +206,15 @@ class Targets:
                 )
         if missing:
             raise InvalidRequest(self._refusal(folder, missing))
-        if len({id(m) for m in found.values()}) < len(found):
+        claimed = [
+            (id(module.slots), expert, part.number)
+            for name, module in found.items()
+            for expert in range(
+                module.expert, module.expert + (folder.modules[name].num_experts or 1)
+            )
+            for part in module.parts
+        ]
+        if len(set(claimed)) < len(claimed):
             raise InvalidRequest(f"the adapter in {folder.path} names a module twice")
         return found
 

@@ -131,6 +131,13 @@ def test_what_is_refused(folder: Path, tmp_path: Path, fd_tensor: str) -> None:
         pytest.raises(InvalidRequest, match="has 4 experts, here there are 8"),
     ):
         ask(llm, [prompt], [lora(tmp_path, "four")], GREEDY)
+    sizes = {experts: (24, 64, NUM_EXPERTS), f"{experts}.5.down_proj": (24, 64)}
+    write_adapter(tmp_path, "twice", sizes, parameters=EXPERTS[1:])
+    with (
+        engine(base, fd_tensor, lora_experts=True) as llm,
+        pytest.raises(InvalidRequest, match="names a module twice"),
+    ):
+        ask(llm, [prompt], [lora(tmp_path, "twice")], GREEDY)
     ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     with pytest.raises(ConfigError, match="--enable-expert-parallel"):
         engine(base, fd_tensor, lora_experts=True, **ranks)
