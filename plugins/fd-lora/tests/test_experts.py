@@ -124,14 +124,14 @@ def test_what_is_refused(folder: Path, tmp_path: Path, fd_tensor: str) -> None:
         pytest.raises(InvalidRequest, match="can be with --lora-experts"),
     ):
         ask(llm, [prompt], [lora(folder, "experts")], GREEDY)
-    sizes = {f"{experts}.base_layer": (64, 48, 4), experts: (24, 64, 4)}
+    sizes = {f"{experts}.base_layer": (48, 48, 4), experts: (24, 48, 4)}
     write_adapter(tmp_path, "four", sizes, parameters=EXPERTS)
     with (
         engine(base, fd_tensor, lora_experts=True) as llm,
         pytest.raises(InvalidRequest, match="has 4 experts, here there are 8"),
     ):
         ask(llm, [prompt], [lora(tmp_path, "four")], GREEDY)
-    sizes = {experts: (24, 64, NUM_EXPERTS), f"{experts}.5.down_proj": (24, 64)}
+    sizes = {experts: (24, 48, NUM_EXPERTS), f"{experts}.5.down_proj": (24, 48)}
     write_adapter(tmp_path, "twice", sizes, parameters=EXPERTS[1:])
     with (
         engine(base, fd_tensor, lora_experts=True) as llm,
