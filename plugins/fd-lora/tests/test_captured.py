@@ -58,7 +58,8 @@ def adapter(folder: Path, number: int, *, has_experts: bool) -> LoRARequest:
 def test_captured_steps_follow_adapters_that_come_and_go(
     tmp_path: Path, has_experts: bool, quantization: str | None
 ) -> None:
-    config = {**CONFIG, **MOE} if has_experts else CONFIG
+    # Experts in float32: rounding that differs with the rows of a step may choose other experts.
+    config = {**CONFIG, **MOE, "torch_dtype": "float32"} if has_experts else CONFIG
     (tmp_path / "config.json").write_text(json.dumps(config))
     draws = (adapter(tmp_path, number, has_experts=has_experts) for number in range(4))
     adapters = [None, *draws]
