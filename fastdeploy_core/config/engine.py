@@ -185,6 +185,7 @@ class LoRAConfig:
     max_lora_rank: int = 16
     max_cpu_loras: int = 0  # kept in host memory, at least max_loras
     lora_target_modules: tuple[str, ...] = ()  # last part of a layer's name; empty: all
+    lora_experts: bool = False  # slots for routed experts, too
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 # (major, minor); docs/reference/contract.md says what a number promises. A driver declares the one
 # that it was written for as a literal, `contract = (1, 0)`, never this constant.
-CONTRACT: Final[tuple[int, int]] = (1, 6)
+CONTRACT: Final[tuple[int, int]] = (1, 7)
 # Drivers written for an older major are served from here on. A major raises it to the one before.
 OLDEST_MAJOR: Final = 1
 

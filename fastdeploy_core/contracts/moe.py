@@ -169,6 +169,42 @@ class GatedMoEBackend(MoEBackend, Protocol):
         ...
 
 
+class ExpertAdapters(Protocol):
+    """What LoRA adapters add to the products of a block's experts. Row token * top_k + nth of y is
+    of the token's nth expert; y may be overwritten.
+
+    Added in contract 1.7.
+    """
+
+    def gate_up(self, y: Tensor, x: Tensor, topk_ids: Tensor) -> Tensor:
+        """Before the activation. y: [num_tokens * top_k, 2 * intermediate], x: [num_tokens,
+        hidden]."""
+        ...
+
+    def down(self, y: Tensor, x: Tensor, topk_ids: Tensor) -> Tensor:
+        """y: [num_tokens * top_k, hidden], x: [num_tokens * top_k, intermediate]."""
+        ...
+
+
+@runtime_checkable
+class AdaptedMoEBackend(MoEBackend, Protocol):
+    """A driver that lets adapters add to its products. For others fd-lora multiplies.
+
+    Added in contract 1.7.
+    """
+
+    def forward_adapted(
+        self,
+        x: Tensor,
+        weights: Any,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        adapters: ExpertAdapters,
+    ) -> Tensor:
+        """forward() of these choices, with what adapters add."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertQuestion:
     """Asked of `fd_expert_communicators`."""

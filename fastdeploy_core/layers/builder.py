@@ -56,6 +56,9 @@ class Adapters(StepPart, Protocol):
     def layer(
         self, build: ModelBuilder, spec: LayerSpec, pieces: Sequence[Piece], in_piece: Piece
     ) -> Any: ...
+    def experts(
+        self, build: ModelBuilder, prefix: str, spec: MoESpec, driver: MoEBackend
+    ) -> MoEBackend: ...
 
     # The slots of a captured step's rows; and a forward pass.
     def attach(self, rows: Tensor) -> None: ...
@@ -360,6 +363,7 @@ class ModelBuilder:
         ones if it takes them. `shared`: the family's own in their place."""
         count = shared_intermediate // intermediate
         can_join = self.quantizer is None and not shared_bias and self.expert_ranks is None
+        can_join &= self.adapters is None  # which change shared experts as linear layers
         if count and can_join and shared_intermediate == count * intermediate:
             joined = replace(spec, num_shared_experts=count)
             spec = joined if isinstance(self.moe(spec), MoEBlockBackend) else spec

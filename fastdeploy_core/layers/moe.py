@@ -73,15 +73,11 @@ class MoEBlock:
         if ranks is not None:
             spec = ranks.local(spec, intermediate)
             self._divided = ranks.divide(build, routing, build.moe(spec), self._weights)
-        self._driver = build.moe(spec)
+        self._driver, experts = build.moe(spec), f"{prefix}.experts"
+        if build.adapters is not None:
+            self._driver = build.adapters.experts(build, experts, spec, self._driver)
         self._experts = make_experts(
-            build,
-            f"{prefix}.experts",
-            spec,
-            intermediate,
-            self._driver,
-            share,
-            f"{prefix}.shared_experts",
+            build, experts, spec, intermediate, self._driver, share, f"{prefix}.shared_experts"
         )
         self._route = build.kernels["moe_routing"] if self._driver.unit == "experts" else None
         if hasattr(build.kernels, "watched_routing"):  # by fd-rollout

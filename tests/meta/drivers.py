@@ -227,7 +227,13 @@ from fastdeploy_core.contracts.device import (
     PackingDevice,
 )
 from fastdeploy_core.contracts.kv_transport import KVTransport, TransportOptions
-from fastdeploy_core.contracts.moe import ExpertCommunicator, ExpertGroup, MoEBackend, MoESpec
+from fastdeploy_core.contracts.moe import (
+    AdaptedMoEBackend,
+    ExpertCommunicator,
+    ExpertGroup,
+    MoEBackend,
+    MoESpec,
+)
 from fastdeploy_core.contracts.ops import KernelTable
 from fastdeploy_core.contracts.quantizer import ComposedQuantizer, FindQuantizer, Quantizer
 from fastdeploy_core.contracts.scheduler import RequestScheduler
@@ -340,6 +346,7 @@ moe: list[Callable[[MoESpec, DeviceBackend, KernelTable], MoEBackend]] = [
     GaudiMoE,
     XpuMoE,
 ]
+adapted_moe: list[Callable[[MoESpec, DeviceBackend, KernelTable], AdaptedMoEBackend]] = [CudaMoE]
 speculative: list[Callable[[DrafterContext], HostDrafter | DeviceDrafter]] = [
     DraftModel,
     NgramDrafter,

@@ -485,7 +485,7 @@ def test_every_argument_changes_a_configuration(model: Path) -> None:
         "expert_communicator": "enable_expert_parallel",
         **dict.fromkeys(("enable_eplb", "eplb_config"), "enable_expert_parallel"),
         **dict.fromkeys(("lora_root", "max_loras", "max_lora_rank"), "enable_lora"),
-        **dict.fromkeys(("max_cpu_loras", "lora_target_modules"), "enable_lora"),
+        **dict.fromkeys(("max_cpu_loras", "lora_target_modules", "lora_experts"), "enable_lora"),
     }
 
     def build(values: dict[str, Any]) -> tuple[EngineConfig, ServerConfig]:

@@ -13,11 +13,12 @@ from fastdeploy_core.contracts.quant_formats import PackedWeight
 
 from .kernels import experts, matmul, norm
 from .kernels.common import batch_invariant
+from .kernels.expert_lora import adapted_experts
 from .kernels.routing import route, with_shared
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
-    from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
+    from fastdeploy_core.contracts.moe import ExpertAdapters, MoESpec, RoutingSpec
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
 
@@ -29,7 +30,7 @@ _MANY_TOKENS: Final = 1024
 
 
 class CudaMoE:
-    """See MoEBlockBackend and DividedMoEBackend."""
+    """See MoEBlockBackend, DividedMoEBackend and AdaptedMoEBackend."""
 
     name = "cuda"
     contract = (1, 0)
@@ -102,6 +103,18 @@ class CudaMoE:
         """With choices that were made elsewhere."""
         topk_weights = topk_weights.masked_fill(topk_ids < 0, 0.0)
         return self._some(x, weights, topk_ids, topk_weights, 1.0)
+
+    def forward_adapted(
+        self,
+        x: Tensor,
+        weights: _Weights,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        adapters: ExpertAdapters,
+    ) -> Tensor:
+        """With choices that were made elsewhere, and what adapters add to both products."""
+        _, gate_up, down = weights
+        return adapted_experts(x, topk_ids, topk_weights, gate_up, down, adapters)
 
     @staticmethod
     def _some(

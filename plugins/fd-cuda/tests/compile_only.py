@@ -120,7 +120,9 @@ def towers(capability: int) -> Iterator[Callable[[], Any]]:
 
 
 def adapters(capability: int) -> Iterator[Callable[[], Any]]:
-    """What adapters add to products of one part and of three, of few rows and of many."""
+    """What adapters add to products of one part and of three, of few rows and of many, and to
+    routed experts."""
+    from fd_cuda.kernels.expert_lora import lora_experts
     from fd_cuda.kernels.lora import lora
 
     x = torch.zeros((300, 512), dtype=torch.bfloat16)
@@ -130,6 +132,9 @@ def adapters(capability: int) -> Iterator[Callable[[], Any]]:
         for rows in (8, 300):
             few = x[:rows]
             yield partial(lora, few, few, x[0], 1e-6, a, b, ends, slots[:rows])
+            ids = torch.zeros((rows, 2), dtype=torch.int64)
+            y = torch.zeros((2 * rows, 512), dtype=x.dtype)
+            yield partial(lora_experts, y, few, a, b, ends, slots[:rows], ids, 2)
 
 
 def compile_share(capability: int, part: int, parts: int) -> tuple[Counter[str], list[str]]:

@@ -27,6 +27,11 @@ MAX_CONFIG_BYTES: Final = 1_000_000
 MAX_NAME_CHARS: Final = 256
 _PREFIX: Final = "base_model.model."
 _KEY: Final = re.compile(r"(?P<module>.+)\.lora_(?P<half>A|B)\.weight")
+# Routed experts: one by one, or all of a block in one parameter. PEFT wraps parameters of one
+# module into each other.
+_EXPERTS: Final = re.compile(r"(?P<block>.*\.experts)(?P<rest>\..+)?")
+_WRAPPED: Final = ".base_layer"
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
 # Keys of adapter_config.json that say how it was trained or where it belongs, or are used here.
 _KNOWN: Final = frozenset(
@@ -36,7 +41,7 @@ _KNOWN: Final = frozenset(
         *("lora_dropout", "bias", "use_rslora", "init_lora_weights", "layers_to_transform"),
         *("layers_pattern", "rank_pattern", "alpha_pattern", "megatron_core", "loftq_config"),
         *("eva_config", "runtime_config", "qalora_group_size", "ensure_weight_tying"),
-        *("lora_ga_config", "corda_config"),
+        *("lora_ga_config", "corda_config", "target_parameters"),
     }
 )
 _REASONS: Final = {
@@ -47,7 +52,6 @@ _REASONS: Final = {
     "layer_replication": "it runs layers of the model several times",
     "alora_invocation_tokens": "it works on a part of the tokens only (aLoRA)",
     "trainable_token_indices": "it replaces embeddings of tokens",
-    "target_parameters": "it changes parameters that are no linear layers, such as routed experts",
 }
 # Ways to begin that change the base's weights, too, unless PEFT converted the adapter.
 _CHANGE_BASE: Final = ("pissa", "olora", "corda", "lora_ga")
@@ -55,12 +59,14 @@ _CHANGE_BASE: Final = ("pissa", "olora", "corda", "lora_ga")
 
 @dataclass(frozen=True, slots=True)
 class AdapterModule:
-    """What an adapter adds to one linear layer."""
+    """What an adapter adds to one linear layer, or to one parameter of all experts of a block."""
 
     rank: int
     scale: float
     in_features: int
     out_features: int
+    parameter: str = ""  # of all experts; empty: a linear layer, or one expert's
+    num_experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +82,14 @@ class AdapterFolder:
         """The largest."""
         return max(module.rank for module in self.modules.values())
 
+    @property
+    def changes_experts(self) -> bool:
+        """Whether routed experts are among the modules."""
+        return any(_EXPERTS.fullmatch(name) for name in self.modules)
+
     def weights(self, device: Any) -> dict[tuple[str, str], Any]:
-        """Stored tensors by module and half: "A" [rank, inputs] or "B" [outputs, rank]."""
+        """Stored tensors by module and half: "A" [rank, inputs] or "B" [outputs, rank]. Of all
+        experts, "A" [experts * rank, inputs], and "B" [outputs, rank * experts]."""
         file = SafetensorsFile(self.path / WEIGHTS_NAME, device)
         return {_split(self.path, name): tensor for name, tensor in file.tensors()}
 
@@ -141,7 +153,7 @@ def _read(path: Path, *_: tuple[int, int, int]) -> AdapterFolder:
         halves[module][half] = tensor.shape
     if not halves:
         raise InvalidRequest(f"the adapter in {path} changes no layer")
-    modules = {name: _module(path, name, given, config) for name, given in halves.items()}
+    modules = {name: _module(path, name, halves, config) for name in halves}
     return AdapterFolder(path, digest.hexdigest()[:16], modules)
 
 
@@ -187,19 +199,74 @@ def _split(path: Path, name: str) -> tuple[str, str]:
     return found["module"], found["half"]
 
 
+def stacked_block(name: str) -> str:
+    """Of a module whose parameters hold all experts of a block: its name without what PEFT wraps
+    around it; else empty."""
+    while name.endswith(_WRAPPED):
+        name = name.removesuffix(_WRAPPED)
+    found = _EXPERTS.fullmatch(name)
+    return name if found is not None and found["rest"] is None else ""
+
+
 def _module(
-    path: Path, name: str, halves: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
+    path: Path,
+    name: str,
+    all_halves: Mapping[str, Mapping[str, tuple[int, ...]]],
+    config: Mapping[str, Any],
 ) -> AdapterModule:
-    a, b = halves.get("A"), halves.get("B")
-    rank = _of(path, name, config, "rank_pattern", "r")
-    if a is None or b is None or a[0] != rank or b[1] != rank:
+    a, b = (all_halves[name].get(half) for half in ("A", "B"))
+    block = stacked_block(name)
+    parameter = _parameter(path, name, all_halves, config) if block else ""
+    full_name = f"{block}.{parameter}" if block else name
+    rank = _of(path, full_name, config, "rank_pattern", "r")
+    count = a[0] // max(1, int(rank)) if block and a is not None else 0
+    rows = rank * (count or 1)
+    if a is None or b is None or a[0] != rows or b[1] != rows:
         raise InvalidRequest(
             f"{path}: {name} has lora_A {a} and lora_B {b}; {CONFIG_NAME} says rank {rank:g}, so "
             "that they must be [rank, inputs] and [outputs, rank]"
+            + (", with the rank of all experts" if block else "")
         )
-    alpha = _of(path, name, config, "alpha_pattern", "lora_alpha")
+    alpha = _of(path, full_name, config, "alpha_pattern", "lora_alpha")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return AdapterModule(int(rank), scale, a[1], b[0])
+    return AdapterModule(int(rank), scale, a[1], b[0], parameter, count)
+
+
+def _parameter(
+    path: Path,
+    name: str,
+    all_halves: Mapping[str, Mapping[str, tuple[int, ...]]],
+    config: Mapping[str, Any],
+) -> str:
+    """Which parameter of all experts a module of PEFT is for. One that is wrapped by another one's
+    module does not say; its sizes do: down's inputs are half of gate_up's outputs."""
+    block = stacked_block(name)
+    given = [str(target) for target in config.get("target_parameters") or []]
+    found = {
+        parameter
+        for parameter in (GATE_UP, DOWN)
+        if any(f".{block}.{parameter}".endswith(f".{target}") for target in given)
+    }
+    modules = [other for other in all_halves if stacked_block(other) == block]
+    if len(found) == 1 and len(modules) == 1:
+        return found.pop()
+    if len(found) == 2 and len(modules) == 2:
+        other = next(module for module in modules if module != name)
+        try:
+            own, wrapped = (
+                (all_halves[module]["A"][1], all_halves[module]["B"][0]) for module in (name, other)
+            )
+        except KeyError:
+            own = wrapped = (0, 1)
+        if own == (wrapped[1], 2 * wrapped[0]):
+            return GATE_UP
+        if wrapped == (own[1], 2 * own[0]):
+            return DOWN
+    raise InvalidRequest(
+        f"{path}: {name} is for all experts of a block; {CONFIG_NAME} has target_parameters "
+        f"{given}, and the sizes of {', '.join(modules)} do not tell which one it is; possible: "
+        f"{block}.{GATE_UP} and .{DOWN}"
+    )
 
 
 def _of(path: Path, name: str, config: Mapping[str, Any], patterns: str, default: str) -> float:

@@ -1,5 +1,5 @@
-"""The operation `lora` in plain tensor code: what other cells are tested against, and what devices
-without one run.
+"""The operations `lora` and `lora_experts` in plain tensor code: what other cells are tested
+against, and what devices without one run.
 
     lora(y, x, norm_weight, eps, a, b, ends, slots) -> y
 
@@ -10,6 +10,12 @@ A layer that joins P matrices has P adapters side by side: a [S, P * R, K] holds
 one after the other, b [S, N, R] their second ones, and outputs from ends[p - 1] up to ends[p]
 belong to part p. Both are zero beyond an adapter's rank, and have y's dtype. slots [T] int32. Sums
 are in float32; a x is rounded to y's dtype.
+
+    lora_experts(y, x, a, b, ends, slots, topk_ids, num_experts) -> y
+
+The same for products of routed experts. Row token * k + nth of y [T * k, N] is of the expert
+topk_ids[token, nth], topk_ids [T, k] int64; x [T, K], or [T * k, K] where experts' inputs differ.
+The matrices of slot s and expert e are a[s * num_experts + e] and b[s * num_experts + e].
 
 A device may have, too, for plain weights [N, K] that no cell prepares:
 
@@ -27,7 +33,12 @@ from typing import Any, Final
 
 from fastdeploy_core.tensor import Tensor, namespace
 
-TABLE: Final = {"lora": "fd_lora.kernels:lora"}
+TABLE: Final = {
+    "lora": "fd_lora.kernels:lora",
+    "lora_experts": "fd_lora.kernels:lora_experts",
+}
+# Numbers of A and B that are gathered at once.
+_MAX_GATHERED: Final = 1 << 24
 
 
 def lora(
@@ -57,6 +68,48 @@ def lora(
         more = added[0] if len(added) == 1 else xp.cat(added, -1)
         y = xp.where((slots == slot).unsqueeze(1), y + more.to(y.dtype), y)
     return y
+
+
+def lora_experts(
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    ends: Sequence[int],
+    slots: Tensor,
+    topk_ids: Tensor,
+    num_experts: int,
+) -> Tensor:
+    """See above. Each row is multiplied with matrices of its own, gathered for some rows at a
+    time, so that nothing waits for the host."""
+    xp, rows, top_k = namespace(y), int(y.shape[0]), topk_ids.shape[1]
+    if not rows:
+        return y
+    if x.shape[0] != rows:
+        x = xp.repeat_interleave(x, top_k, 0)
+    of_rows = xp.repeat_interleave(slots.to(xp.int64), top_k, 0)
+    has_adapter = of_rows >= 0
+    numbers = of_rows * num_experts + topk_ids.reshape([-1])
+    numbers = xp.where(has_adapter, numbers, xp.zeros_like(numbers))
+    step = max(1, _MAX_GATHERED // (a.shape[1] * a.shape[2] + b.shape[1] * b.shape[2]))
+    added = []
+    for first in range(0, rows, step):
+        some = numbers[first : first + step]
+        own_a, own_b = xp.index_select(a, 0, some), xp.index_select(b, 0, some)
+        inputs = x[first : first + step].to(a.dtype)
+        added.append(_own_product(xp, inputs, own_a, own_b, ends))
+    return xp.where(has_adapter.unsqueeze(1), y + xp.cat(added, 0).to(y.dtype), y)
+
+
+def _own_product(xp: Any, x: Tensor, a: Tensor, b: Tensor, ends: Sequence[int]) -> Tensor:
+    """[n, N]: row i of x times a[i] and b[i]."""
+    rank, added, start = b.shape[2], [], 0
+    inner = xp.matmul_nt(x.unsqueeze(1), a)
+    for part, end in enumerate(ends):
+        own = inner[:, :, part * rank : (part + 1) * rank]
+        added.append(xp.matmul_nt(own, b[:, start:end]).squeeze(1))
+        start = end
+    return xp.cat(added, -1)
 
 
 def _slots(slots: Tensor, count: int) -> Sequence[int]:

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError
+from fastdeploy_core.layers.experts import expert_specs
 
+from .experts import AdaptedExperts, AdaptedMoE
 from .files import read_folder
 from .served import lora_settings, operators_adapters
 from .targets import Half, Slots, Targets
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.config import EngineConfig
     from fastdeploy_core.contracts.attention import AttentionBatch
     from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.contracts.moe import MoEBackend, MoESpec
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.contracts.quantizer import LayerSpec
     from fastdeploy_core.layers import ModelBuilder
@@ -172,6 +175,12 @@ class AdapterLayers:
         self._kernels, self._rows = kernels, StepRows(device)
         self._targets = Targets(device, config.model.dtype, self._lora.max_lora_rank)
         self._layers: list[Slots] = []
+        self._has_experts = _changes_experts(config)
+        self._targets.why_no_experts = (
+            "; this model's experts are multiplied by a driver of their own kind"
+            if self._has_experts
+            else "; routed experts can be with --lora-experts, which takes memory for them"
+        )
         self._free = list(range(self._lora.max_loras))
         self._slot_of: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._users: Counter[int] = Counter()  # sequences of each slot
@@ -212,10 +221,43 @@ class AdapterLayers:
         ends = np.cumsum([part.out_features for part in spec.parts]).tolist()
         return AdaptedLinear(self._rows, self._kernels, slots, tuple(ends))
 
+    def experts(
+        self, build: ModelBuilder, prefix: str, spec: MoESpec, driver: MoEBackend
+    ) -> MoEBackend:
+        """A block of routed experts is made, `prefix` ends in .experts. Returns the driver, with
+        what adapters add where they may change experts."""
+        if not self._has_experts:
+            return driver
+        if driver.unit == "gate":
+            raise ConfigError(
+                f"MoE driver {driver.name!r} chooses experts itself, and adapters cannot change "
+                "them; leave out --lora-experts, or choose another --moe-backend"
+            )
+        count, rank = self._lora.max_loras, self._lora.max_lora_rank
+        dtype, num_experts = build.xp.dtype(spec.dtype), spec.routing.num_experts
+        gate_up, down = (
+            Slots(
+                build.zeros((count * num_experts, len(own.parts) * rank, own.in_features), dtype),
+                build.zeros((count * num_experts, own.out_features, rank), dtype),
+                num_experts,
+            )
+            for own in expert_specs(prefix, spec)
+        )
+        self._layers += [gate_up, down]
+        self._targets.canonical = build.weights.canonical
+        self._targets.add_experts(prefix, spec, gate_up, down, build.piece)
+        adapters = AdaptedExperts(self._rows, self._kernels, spec, gate_up, down)
+        return AdaptedMoE(driver, adapters, build, spec)
+
     def attach(self, rows: Tensor) -> None:
         """The model is there: adapters that the operator named have to fit it. rows [max_num_seqs]
         int64, on the device: the slots of a captured step's rows."""
         self._captured_rows = rows
+        if self._lora.lora_experts and not self._targets.has_experts:
+            raise ConfigError(
+                "--lora-experts: this model has no routed experts that adapters can change; leave "
+                "it out"
+            )
         for name, extras in operators_adapters(self._config).items():
             try:
                 self._halves(extras)
@@ -288,8 +330,7 @@ class AdapterLayers:
             self._free.append(self._slot_of.pop(unused))
         number = self._free[-1]
         for slots in self._layers:
-            slots.a[number : number + 1] = 0
-            slots.b[number : number + 1] = 0
+            slots.clear(number)
         for half in halves:
             half.put(number, self._xp.to_device(half.matrix, self._device.device))
         self._slot_of[extras.adapter] = self._free.pop()
@@ -311,6 +352,25 @@ class AdapterLayers:
                 self._on_host.popitem(last=False)
         self._on_host.move_to_end(extras.adapter)
         return found
+
+
+def _changes_experts(config: EngineConfig) -> bool:
+    """Whether slots have room for routed experts. ConfigError for what they cannot be had with."""
+    if not lora_settings(config).lora_experts:
+        given = operators_adapters(config).values()
+        if not any(read_folder(Path(one.adapter_path)).changes_experts for one in given):
+            return False
+    if config.parallel.divides_experts:
+        raise ConfigError(
+            "adapters change routed experts where every rank has a share of each; leave out "
+            "--enable-expert-parallel, or --lora-experts and adapters that change experts"
+        )
+    if config.model.weight_cache:
+        raise ConfigError(
+            "the weight cache keeps no weights of experts that adapters change; leave out "
+            "--weight-cache, or --lora-experts and adapters that change experts"
+        )
+    return True
 
 
 def _check(device: DeviceBackend, family: type[Any]) -> None:

@@ -8,22 +8,27 @@ for all parts, and its second half is cut like the weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastdeploy_core.errors import InvalidRequest
+from fastdeploy_core.layers.experts import expert_specs
 from fastdeploy_core.layers.linear import joined_names
+from fastdeploy_core.layers.stored import WHOLE
+
+from .files import DOWN, GATE_UP, stacked_block
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.contracts.moe import MoESpec
     from fastdeploy_core.contracts.quantizer import LayerSpec
     from fastdeploy_core.layers.stored import Piece
     from fastdeploy_core.tensor import Tensor
 
-    from .files import AdapterFolder
+    from .files import AdapterFolder, AdapterModule
 
 MAX_NAMED = 5  # modules that a message names
 
@@ -31,26 +36,37 @@ MAX_NAMED = 5  # modules that a message names
 @dataclass(frozen=True, slots=True)
 class Slots:
     """The matrices of one layer: a [slots, parts * rank, in_features of this rank], b [slots,
-    out_features of this rank, rank]; zero where there is no adapter, and beyond its rank."""
+    out_features of this rank, rank]; zero where there is no adapter, and beyond its rank. Of a
+    block of experts each slot has as many matrices as there are experts, one after the other."""
 
     a: Tensor
     b: Tensor
+    num_experts: int = 1
+
+    def clear(self, number: int) -> None:
+        """Empty a slot."""
+        own = slice(number * self.num_experts, (number + 1) * self.num_experts)
+        self.a[own] = 0
+        self.b[own] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """A matrix of an adapter on the host, and the rows of a slot's matrix that it fills."""
+    """Matrices [experts, rows, columns] of an adapter on the host, which experts of a slot they
+    are, and the rows of the slot's matrices that they fill."""
 
     slots: Slots
     is_a: bool
+    expert: int
     first: int
     matrix: Tensor
 
     def put(self, number: int, matrix: Tensor) -> None:
-        """Copy it, from the device, into a slot."""
-        rows, columns = matrix.shape
+        """Copy them, from the device, into a slot."""
+        count, rows, columns = matrix.shape
+        start = number * self.slots.num_experts + self.expert
         whole = self.slots.a if self.is_a else self.slots.b
-        whole[number, self.first : self.first + rows, :columns] = matrix
+        whole[start : start + count, self.first : self.first + rows, :columns] = matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +87,7 @@ class _Module:
     parts: Sequence[_Part]
     inputs: int  # in all
     in_piece: Piece
+    expert: int = 0  # the first that adapters of this module change
 
     @property
     def outputs(self) -> int:
@@ -85,10 +102,24 @@ class Targets:
         self._device, self._xp, self._max_rank = device, device.xp, max_rank
         self._dtype = device.xp.dtype(dtype)
         self._modules: dict[str, _Module] = {}
+        self._stacked: dict[str, _Module] = {}  # parameters of all experts of a block
+        self.why_no_experts = ""  # after what cannot be changed, in a message
         self.canonical: Callable[[str], str] = str  # a checkpoint's name in the model's spelling
 
-    def add(self, slots: Slots, spec: LayerSpec, pieces: Sequence[Piece], in_piece: Piece) -> None:
-        """A layer's modules, as AdapterLayers.layer is given them."""
+    @property
+    def has_experts(self) -> bool:
+        """Whether there are routed experts among them."""
+        return bool(self._stacked)
+
+    def add(
+        self,
+        slots: Slots,
+        spec: LayerSpec,
+        pieces: Sequence[Piece],
+        in_piece: Piece,
+        expert: int = 0,
+    ) -> _Module:
+        """A layer's modules, as AdapterLayers.layer is given them. Returns the layer as one."""
         starts = accumulate((part.out_features for part in spec.parts), initial=0)
         parts = [
             _Part(number, start, part.out_features * piece.count, piece)
@@ -98,39 +129,58 @@ class Targets:
         ]
         inputs = spec.in_features * in_piece.count
         for part, own in zip(spec.parts, parts, strict=True):
-            self._modules[part.name] = _Module(slots, [own], inputs, in_piece)
+            self._modules[part.name] = _Module(slots, [own], inputs, in_piece, expert)
+        joined = _Module(slots, parts, inputs, in_piece, expert)
         for name in joined_names(spec.name):
-            self._modules.setdefault(name, _Module(slots, parts, inputs, in_piece))
+            self._modules.setdefault(name, joined)
+        return joined
+
+    def add_experts(
+        self, prefix: str, spec: MoESpec, gate_up: Slots, down: Slots, piece: Piece
+    ) -> None:
+        """A block's routed experts, as AdapterLayers.experts is given them."""
+        for expert in range(gate_up.num_experts):
+            first, second = expert_specs(prefix, spec, expert, piece.count)
+            first = replace(first, name=f"{prefix}.{expert}.{GATE_UP}")
+            second = replace(second, name=f"{prefix}.{expert}.{DOWN}")
+            both = (
+                self.add(gate_up, first, [piece, piece], WHOLE, expert),
+                self.add(down, second, [WHOLE], piece, expert),
+            )
+            for name, module in zip((GATE_UP, DOWN), both, strict=True):
+                self._stacked.setdefault(f"{prefix}.{name}", module)
 
     def halves(self, folder: AdapterFolder) -> list[Half]:
         """This rank's shares of an adapter. InvalidRequest: it does not fit the model."""
         modules = self._check(folder)
         found: list[Half] = []
         for (name, half), stored in folder.weights(self._device).items():
-            module, scale = modules[name], folder.modules[name].scale
+            module, given = modules[name], folder.modules[name]
+            bits = _by_expert(stored.bits(), half, given)
             if half == "A":
                 columns = module.in_piece.of(module.inputs)
-                matrix = self._host(stored, (slice(None), columns), 1.0)
+                matrix = self._host(stored, bits[:, :, columns], 1.0)
                 for part in module.parts:
                     first = part.number * self._max_rank
-                    found.append(Half(module.slots, True, first, matrix))
+                    found.append(Half(module.slots, True, module.expert, first, matrix))
                 continue
             start = 0
             for part in module.parts:
                 own = part.piece.of(part.outputs)
-                rows = slice(start + own.start, start + own.stop)
-                matrix = self._host(stored, (rows, slice(None)), scale)
-                found.append(Half(module.slots, False, part.first, matrix))
+                matrix = self._host(
+                    stored, bits[:, start + own.start : start + own.stop], given.scale
+                )
+                found.append(Half(module.slots, False, module.expert, part.first, matrix))
                 start += part.outputs
         # Kernels multiply other rows of a tile with zero.
         if not all(bool(self._xp.isfinite(half.matrix.float()).all()) for half in found):
             raise InvalidRequest(f"the adapter in {folder.path} has numbers that are not finite")
         return found
 
-    def _host(self, stored: Any, region: tuple[slice, slice], scale: float) -> Tensor:
-        """A part of a stored matrix in the model's dtype, scaled before it is rounded."""
+    def _host(self, stored: Any, bits: np.ndarray, scale: float) -> Tensor:
+        """A part of stored matrices in the model's dtype, scaled before it is rounded."""
         xp = self._xp
-        part = xp.from_numpy(np.array(stored.bits()[region]), xp.dtype(stored.dtype))
+        part = xp.from_numpy(np.array(bits, order="C"), xp.dtype(stored.dtype))
         return (part.float() * scale).to(self._dtype)
 
     def _check(self, folder: AdapterFolder) -> dict[str, _Module]:
@@ -138,7 +188,7 @@ class Targets:
         found: dict[str, _Module] = {}
         missing: list[str] = []
         for name, given in folder.modules.items():
-            module = self._modules.get(self.canonical(f"{name}.weight").removesuffix(".weight"))
+            module = self._module(name, given)
             if module is None:
                 missing.append(name)
                 continue
@@ -156,9 +206,31 @@ class Targets:
                 )
         if missing:
             raise InvalidRequest(self._refusal(folder, missing))
-        if len({id(m) for m in found.values()}) < len(found):
+        claimed = [
+            (id(module.slots), expert, part.number)
+            for name, module in found.items()
+            for expert in range(
+                module.expert, module.expert + (folder.modules[name].num_experts or 1)
+            )
+            for part in module.parts
+        ]
+        if len(set(claimed)) < len(claimed):
             raise InvalidRequest(f"the adapter in {folder.path} names a module twice")
         return found
+
+    def _module(self, name: str, given: AdapterModule) -> _Module | None:
+        """The module that an adapter's name means."""
+        block = stacked_block(name)
+        own = self.canonical(f"{block or name}.weight").removesuffix(".weight")
+        if not block:
+            return self._modules.get(own)
+        module = self._stacked.get(f"{own}.{given.parameter}")
+        if module is not None and given.num_experts != module.slots.num_experts:
+            raise InvalidRequest(
+                f"an adapter is for another model: its {name} has {given.num_experts} experts, "
+                f"here there are {module.slots.num_experts}"
+            )
+        return module
 
     def _refusal(self, folder: AdapterFolder, missing: list[str]) -> str:
         kinds = sorted({name.rpartition(".")[2] for name in self._modules})
@@ -166,10 +238,20 @@ class Targets:
         more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
         why = ""
         if any(".experts" in name for name in missing):
-            why = "; routed experts are multiplied by a driver that knows no adapters"
+            why = self.why_no_experts
         elif any(name.endswith(("embed_tokens", "lm_head")) for name in missing):
             why = "; embedding and head are shared by all adapters"
         return (
             f"the adapter in {folder.path} changes {named}{more}, which adapters cannot change "
             f"here{why}; possible: {', '.join(kinds)}"
         )
+
+
+def _by_expert(bits: np.ndarray, half: str, given: AdapterModule) -> np.ndarray:
+    """A stored matrix as [experts, rank, inputs] or [experts, outputs, rank]. PEFT stores A of one
+    expert after the other, and of B the experts of one rank next to each other."""
+    if not given.num_experts:
+        return bits[None]
+    if half == "A":
+        return bits.reshape(given.num_experts, given.rank, given.in_features)
+    return bits.reshape(given.out_features, given.rank, given.num_experts).transpose(2, 0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,16 +54,25 @@ def logits_of(output: RequestOutput, vocab: int) -> np.ndarray:
 
 
 def write_adapter(
-    folder: Path, name: str, sizes: Mapping[str, tuple[int, int]], *, rank: int = 4, seed: int = 0
+    folder: Path,
+    name: str,
+    sizes: Mapping[str, tuple[int, ...]],
+    *,
+    rank: int = 4,
+    seed: int = 0,
+    parameters: Sequence[str] = (),
 ) -> Path:
-    """An adapter with random weights, as PEFT stores it; sizes: inputs and outputs by module."""
+    """An adapter with random weights, as PEFT stores it; sizes: inputs and outputs by module, and
+    of all experts of a block, whose `parameters` are wrapped into each other, their number."""
     draw, tensors = np.random.default_rng(seed), {}
-    for module, (inputs, outputs) in sizes.items():
-        for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+    for module, (inputs, outputs, *experts) in sizes.items():
+        rows = rank * math.prod(experts)
+        for half, shape in (("A", (rows, inputs)), ("B", (outputs, rows))):
             noise = draw.standard_normal(shape, dtype=np.float32) * np.float32(0.2)
             tensors[f"base_model.model.{module}.lora_{half}.weight"] = noise
     (folder / name).mkdir(exist_ok=True)
     save_file(tensors, folder / name / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    settings: dict[str, Any] = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    settings["target_parameters"] = list(parameters)
     (folder / name / "adapter_config.json").write_text(json.dumps(settings))
     return folder / name

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 NUM_GREEDY = 24
 PROMPT_LENGTHS = (5, 23)
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 PATTERNS = {
     "rank_pattern": {r"layers\.1\..*q_proj": 2, "down_proj": 5},
     "alpha_pattern": {"down_proj": 3},
@@ -32,7 +33,35 @@ ADAPTERS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "qwen3": {"all": {"r": 8, "lora_alpha": 16, "target_modules": EVERY}},
     "ernie": {"all": {"r": 7, "lora_alpha": 9, "target_modules": "all-linear"}},
-    "qwen3-moe": {"attention": {"r": 4, "lora_alpha": 9, "target_modules": EVERY[:4]}},
+    "qwen3-moe": {
+        "attention": {"r": 4, "lora_alpha": 9, "target_modules": EVERY[:4]},
+        "experts": {"r": 4, "lora_alpha": 9, "target_modules": [], "target_parameters": EXPERTS},
+        "down": {
+            "r": 3,
+            "lora_alpha": 6,
+            "target_modules": EVERY[:2],
+            "target_parameters": EXPERTS[1:],
+            "use_rslora": True,
+        },
+        "first": {
+            "r": 5,
+            "lora_alpha": 8,
+            "target_modules": [],
+            "target_parameters": [f"layers.0.{name}" for name in EXPERTS],
+        },
+    },
+    "ernie-moe": {
+        "all": {
+            "r": 4,
+            "lora_alpha": 6,
+            "target_modules": EVERY,
+            "target_parameters": EXPERTS,
+        },
+    },
+    "deepseek": {
+        "attention": {"r": 4, "lora_alpha": 8, "target_modules": ["kv_a_proj_with_mqa", "o_proj"]},
+        "experts": {"r": 4, "lora_alpha": 8, "target_modules": [], "target_parameters": EXPERTS},
+    },
     "olmo2": {"all": {"r": 8, "lora_alpha": 8, "target_modules": "all-linear"}},
     "phi3": {"all": {"r": 8, "lora_alpha": 8, "target_modules": "all-linear"}},
     "gemma3": {"all": {"r": 8, "lora_alpha": 8, "target_modules": "all-linear"}},
@@ -41,9 +70,6 @@ ADAPTERS: dict[str, dict[str, dict[str, Any]]] = {
     "lfm2-moe": {"mixers": {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "out_proj"]}},
     "nemotron-h": {"mixers": {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "q_proj"]}},
     "qwen3-next": {"mixers": {"r": 4, "lora_alpha": 8, "target_modules": ["o_proj", "out_proj"]}},
-    "deepseek": {
-        "attention": {"r": 4, "lora_alpha": 8, "target_modules": ["kv_a_proj_with_mqa", "o_proj"]}
-    },
 }
 
 

@@ -29,32 +29,48 @@ SIZES = {
     "self_attn.q_proj": (512, 512), "self_attn.v_proj": (512, 256),
     "self_attn.o_proj": (512, 512), "mlp.gate_proj": (512, 1024), "mlp.down_proj": (1024, 512),
 }  # fmt: skip
+MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 16,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True,
+    "mlp_only_layers": [], "decoder_sparse_step": 1,
+}  # fmt: skip
+EXPERTS = {"mlp.experts.base_layer": (512, 512, 16), "mlp.experts": (256, 512, 16)}
 LENGTH = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True, logprobs=2)
 ROUNDING = 0.1  # of a log probability
 
 
-def adapter(folder: Path, number: int) -> LoRARequest:
+def adapter(folder: Path, number: int, *, has_experts: bool) -> LoRARequest:
     """Large enough that its tokens are others than the base's."""
     sizes = {
         f"model.layers.{layer}.{name}": size
         for layer in range(CONFIG["num_hidden_layers"])
-        for name, size in SIZES.items()
+        for name, size in (EXPERTS if has_experts else SIZES).items()
     }
-    path = write_adapter(folder, f"a{number}", sizes, rank=8, seed=number)
+    parameters = ["experts.down_proj", "experts.gate_up_proj"] if has_experts else []
+    path = write_adapter(folder, f"a{number}", sizes, rank=8, seed=number, parameters=parameters)
     return LoRARequest(path.name, 1, str(path))
 
 
-def test_captured_steps_follow_adapters_that_come_and_go(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    adapters = [None, *(adapter(tmp_path, number) for number in range(4))]
+@pytest.mark.parametrize(
+    ("has_experts", "quantization"), [(False, None), (True, None), (True, "wint8")]
+)
+def test_captured_steps_follow_adapters_that_come_and_go(
+    tmp_path: Path, has_experts: bool, quantization: str | None
+) -> None:
+    # Experts in float32: rounding that differs with the rows of a step may choose other experts.
+    config = {**CONFIG, **MOE, "torch_dtype": "float32"} if has_experts else CONFIG
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    draws = (adapter(tmp_path, number, has_experts=has_experts) for number in range(4))
+    adapters = [None, *draws]
     draw = np.random.default_rng(0)
     prompts = [draw.integers(3, 1000, size).tolist() for size in draw.integers(4, 60, 16)]
     settings: dict[str, Any] = {
         "device": "cuda", "tensor_library": "torch", "load_format": "dummy",
         "skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 16,
         "enable_lora": True, "max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 8,
-        "num_gpu_blocks_override": 200, "block_size": 16,
+        "num_gpu_blocks_override": 200, "block_size": 16, "lora_experts": has_experts,
+        "quantization": quantization,
     }  # fmt: skip
     rounds = [(0, 1), (1, 2), (3, 4, 0), (2, 0, 1), (4,), (0,)]  # at most two adapters at a time
     found: list[list[list[CompletionOutput]]] = []

@@ -32,6 +32,39 @@ def test_scale_and_rank_of_each_module(tmp_path: Path) -> None:
     assert read_folder(folder).modules[Q].scale == pytest.approx(8 / math.sqrt(4))
 
 
+BLOCK = "model.layers.0.mlp.experts"
+GATE_UP, DOWN_ALL = f"{BLOCK}.gate_up_proj", f"{BLOCK}.down_proj"
+
+
+def test_parameters_of_all_experts_are_told_apart_by_their_sizes(tmp_path: Path) -> None:
+    """PEFT wraps one into the other, in an order that the files do not say."""
+    for inner, outer in (((8, 12, 2), (6, 8, 2)), ((6, 8, 2), (8, 12, 2))):
+        sizes = {f"{BLOCK}.base_layer": inner, BLOCK: outer}
+        folder = write_adapter(tmp_path, "a", sizes, parameters=[GATE_UP, "experts.down_proj"])
+        settings(folder, alpha_pattern={"gate_up_proj": 2})
+        found = {m.parameter: m for m in read_folder(folder).modules.values()}
+        assert (found["gate_up_proj"].in_features, found["down_proj"].in_features) == (8, 6)
+        assert (found["gate_up_proj"].scale, found["down_proj"].scale) == (0.5, 2.0)
+        assert {module.num_experts for module in found.values()} == {2}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parameters", "words"),
+    [
+        ({BLOCK: (6, 8, 2)}, [], "do not tell which one"),
+        ({BLOCK: (6, 8, 2)}, [GATE_UP, DOWN_ALL], "do not tell which one"),
+        ({f"{BLOCK}.base_layer": (6, 8, 2), BLOCK: (6, 8, 2)}, [GATE_UP, DOWN_ALL], "do not tell"),
+        ({BLOCK: (6, 8, 2)}, ["layers.1.mlp.experts.down_proj"], "do not tell which one"),
+    ],
+)
+def test_parameters_of_all_experts_that_could_be_either(
+    tmp_path: Path, sizes: dict[str, tuple[int, ...]], parameters: list[str], words: str
+) -> None:
+    folder = write_adapter(tmp_path, "a", sizes, parameters=parameters)
+    with pytest.raises(InvalidRequest, match=words):
+        read_folder(folder)
+
+
 def test_the_digest_is_of_both_files(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, "a", {Q: (8, 6)})
     first = read_folder(folder).digest
@@ -55,7 +88,6 @@ def test_the_digest_is_of_both_files(tmp_path: Path) -> None:
         ({"layer_replication": [[0, 2]]}, "several times"),
         ({"alora_invocation_tokens": [1]}, "aLoRA"),
         ({"trainable_token_indices": [3]}, "embeddings of tokens"),
-        ({"target_parameters": ["experts.gate_up_proj"]}, "routed experts"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base's weights"),
         ({"use_something_new": True}, "does not know it"),
         ({"r": 3}, "rank 3"),

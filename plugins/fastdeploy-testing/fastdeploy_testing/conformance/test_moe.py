@@ -7,13 +7,34 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdeploy_core.contracts.moe import MoEBlockBackend, MoEQuestion, MoESpec, RoutingSpec
+from fastdeploy_core.contracts.moe import (
+    AdaptedMoEBackend,
+    MoEBlockBackend,
+    MoEQuestion,
+    MoESpec,
+    RoutingSpec,
+)
 from fastdeploy_testing import oracle
 
 from .base import OnDevice, values
 from .test_ops import ROUTINGS, TOKENS
 
 HIDDEN, INTERMEDIATE = 16, 24
+
+
+class _Adds:
+    """ExpertAdapters that add these."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self._first, self._second = first, second
+
+    def gate_up(self, y: Any, x: Any, topk_ids: Any) -> Any:
+        """Before the activation."""
+        return y + self._first
+
+    def down(self, y: Any, x: Any, topk_ids: Any) -> Any:
+        """After the second product."""
+        return y + self._second
 
 
 class MoEConformance(OnDevice):
@@ -133,6 +154,34 @@ class MoEConformance(OnDevice):
         relative, absolute = self.tolerance(dtype)
         limit = absolute + relative * float(np.max(np.abs(expected)))
         assert float(np.max(np.abs(got - expected))) <= 2 * limit
+
+    @pytest.mark.parametrize("tokens", [1, 5, 40])
+    def test_adapters_add_to_both_products(
+        self, request: pytest.FixtureRequest, device: Any, kernels: Any, dtype: str, tokens: int
+    ) -> None:
+        """Of drivers that let them: before the activation, and to each expert's result."""
+        spec = RoutingSpec(8, 2)
+        backend, prepared = self._prepared(request, device, kernels, dtype, spec)
+        if not isinstance(backend, AdaptedMoEBackend):
+            pytest.skip(f"driver {backend.name!r} lets adapters add nothing")
+        x, logits, pairs = values(1, tokens, HIDDEN), values(0, tokens, 8), 2 * tokens
+        ids, shares = oracle.moe_routing(logits.astype("float64"), None, spec)
+        more = values(5, pairs, 2 * INTERMEDIATE), values(6, pairs, HIDDEN)
+        given = self.to_device(device, ids), self.to_device(device, shares.astype("float32"))
+        adapters = _Adds(*(self.to_device(device, added, dtype) for added in more))
+        rows = self.to_device(device, x, dtype)
+        result = backend.forward_adapted(rows, prepared, *given, adapters)
+        gate_up, down = (self.rounded(device, w, dtype) for w in self._weights(spec))
+        x, first, second = (self.rounded(device, a, dtype) for a in (x, *more))
+        expected = np.zeros_like(x)
+        for pair, expert in enumerate(ids.reshape(-1)):
+            token, nth = divmod(pair, 2)
+            gate, up = np.split(gate_up[expert] @ x[token] + first[pair], 2)
+            y = down[expert] @ (gate / (1 + np.exp(-gate)) * up) + second[pair]
+            expected[token] += shares[token, nth] * y
+        relative, absolute = self.tolerance(dtype)
+        limit = absolute + relative * float(np.max(np.abs(expected)))
+        assert float(np.max(np.abs(self.to_host(device, result) - expected))) <= 2 * limit
 
     def _check(
         self,

@@ -2,8 +2,9 @@
 
 One module per kind of work: linear.py (products and what is fused with them; plans.py chooses
 kernels), norm.py, cache.py, step.py (around a decode step), sampling.py and filtering.py (logits to
-tokens), routing.py and experts.py (mixture of experts), lora.py (adapters), gates.py (around
-recurrences), quant_*.py (packed weights). native/ holds CUDA C++, everything else is Triton.
+tokens), routing.py and experts.py (mixture of experts), lora.py and expert_lora.py (adapters),
+gates.py (around recurrences), quant_*.py (packed weights). native/ holds CUDA C++, everything else
+is Triton.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _MODULES: Final = {
     "sampling": ("greedy", "sample", "apply_penalties", "apply_bitmask", "log_softmax"),
     "filtering": ("filter_logits",),
     "lora": ("lora", "adapted_product"),
+    "expert_lora": ("lora_experts",),
     "gates": ("gated_norm", "add_gated", "regroup"),  # which fd-models defines
 }
 
