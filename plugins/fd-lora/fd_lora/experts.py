@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fastdeploy_core.contracts.moe import AdaptedMoEBackend
-from fastdeploy_core.contracts.quant_formats import PackedWeight
-from fastdeploy_core.errors import WorkerError
+from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
+from fastdeploy_core.errors import ConfigError, WorkerError
 from fastdeploy_core.tensor import namespace
 
 if TYPE_CHECKING:
@@ -82,7 +82,14 @@ class AdaptedMoE:
 
     def prepare_weights(self, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight) -> Any:
         """What the driver makes of them. Beside it, for a driver that lets nothing be added, the
-        weights themselves: the reference keeps no others."""
+        weights themselves: the reference keeps no others. ConfigError for formats of others."""
+        for weight in (gate_up, down):
+            if isinstance(weight, PackedWeight) and weight.format.name not in FORMATS:
+                raise ConfigError(
+                    f"adapters cannot change experts in the format {weight.format.name}; possible: "
+                    f"experts that are not quantized, or in {', '.join(FORMATS)}; else leave out "
+                    "--lora-experts and adapters that change experts"
+                )
         prepared = self._driver.prepare_weights(gate_up, down)
         if isinstance(self._driver, AdaptedMoEBackend):
             return prepared

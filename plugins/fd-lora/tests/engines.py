@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from peft_adapters import NUM_GREEDY
 from safetensors.numpy import save_file
 
 from fastdeploy_core.api.llm import LLM
@@ -18,6 +19,16 @@ ROOM = {
     "dtype": "float32", "max_model_len": 128, "num_gpu_blocks_override": 96, "block_size": 8,
     "skip_tokenizer_init": True, "enable_lora": True,
 }  # fmt: skip
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_GREEDY, ignore_eos=True)
+SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=-1)
+RAW = {"max_logprobs": -1, "logprobs_mode": "raw_logits"}
+
+
+def answer(folder: Path, name: str, number: int = 1) -> tuple[list[int], np.ndarray, list[int]]:
+    """A prompt, PEFT's logits and its greedy tokens."""
+    with np.load(folder / f"{name}.npz") as data:
+        found = [data[f"{key}{number}"] for key in ("prompt", "logits", "greedy")]
+    return found[0].tolist(), found[1], found[2].tolist()
 
 
 def engine(base: Path, fd_tensor: str, **settings: Any) -> LLM:

@@ -7,27 +7,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import ask, engine, logits_of, lora, tokens_of, write_adapter
-from peft_adapters import NUM_GREEDY
+from engines import (
+    GREEDY,
+    RAW,
+    SCORED,
+    answer,
+    ask,
+    engine,
+    logits_of,
+    lora,
+    tokens_of,
+    write_adapter,
+)
 
 from fastdeploy_core.errors import ConfigError, InvalidRequest
-from fastdeploy_core.types import SamplingParams
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_GREEDY, ignore_eos=True)
-SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=-1)
-RAW = {"max_logprobs": -1, "logprobs_mode": "raw_logits"}
 
 
 @pytest.fixture(scope="module")
 def folder(made: Callable[[str], Path]) -> Path:
     return made("llama")
-
-
-def answer(folder: Path, name: str, number: int = 1) -> tuple[list[int], np.ndarray, list[int]]:
-    """A prompt, PEFT's logits and its greedy tokens."""
-    with np.load(folder / f"{name}.npz") as data:
-        found = [data[f"{key}{number}"] for key in ("prompt", "logits", "greedy")]
-    return found[0].tolist(), found[1], found[2].tolist()
 
 
 @pytest.mark.slow

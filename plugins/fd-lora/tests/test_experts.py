@@ -6,33 +6,36 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from engines import ask, engine, logits_of, lora, tokens_of, write_adapter
-from peft_adapters import EXPERTS, NUM_GREEDY
+from engines import (
+    GREEDY,
+    RAW,
+    SCORED,
+    answer,
+    ask,
+    engine,
+    logits_of,
+    lora,
+    tokens_of,
+    write_adapter,
+)
+from fd_lora.experts import AdaptedMoE
+from peft_adapters import EXPERTS
 from safetensors.numpy import load_file, save_file
 
+from fastdeploy_core.contracts.quant_formats import PackedWeight, QuantFormat
 from fastdeploy_core.errors import ConfigError, InvalidRequest
-from fastdeploy_core.types import SamplingParams
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_GREEDY, ignore_eos=True)
-SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=-1)
-RAW = {"max_logprobs": -1, "logprobs_mode": "raw_logits"}
 NUM_EXPERTS = 8
 
 
 @pytest.fixture(scope="module")
 def folder(made: Callable[[str], Path]) -> Path:
     return made("qwen3-moe")
-
-
-def answer(folder: Path, name: str, number: int = 1) -> tuple[list[int], np.ndarray, list[int]]:
-    """A prompt, PEFT's logits and its greedy tokens."""
-    with np.load(folder / f"{name}.npz") as data:
-        found = [data[f"{key}{number}"] for key in ("prompt", "logits", "greedy")]
-    return found[0].tolist(), found[1], found[2].tolist()
 
 
 def by_expert(stacked: Path, folder: Path) -> Path:
@@ -146,3 +149,13 @@ def test_what_is_refused(folder: Path, tmp_path: Path, fd_tensor: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="no routed experts"):
         engine(tmp_path, fd_tensor, lora_experts=True, load_format="dummy")
+
+
+def test_a_format_that_is_not_the_cores_is_refused_when_weights_are_loaded() -> None:
+    codes = QuantFormat("tet2", "codes of another distribution", {}, lambda weight: None)
+    build: Any = SimpleNamespace(kernels={"moe_routing": None})
+    driver: Any = SimpleNamespace(name="cuda")
+    adapters: Any = None
+    weight = PackedWeight(codes, 64, 64, {}, NUM_EXPERTS)
+    with pytest.raises(ConfigError, match=r"format tet2; possible: .*wint8.*--lora-experts"):
+        AdaptedMoE(driver, adapters, build, None).prepare_weights(weight, weight)

@@ -7,14 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import ask, engine, logits_of, lora, tokens_of
-from peft_adapters import ADAPTERS, NUM_GREEDY, PROMPT_LENGTHS
-
-from fastdeploy_core.types import SamplingParams
+from engines import GREEDY, RAW, SCORED, ask, engine, logits_of, lora, tokens_of
+from peft_adapters import ADAPTERS, PROMPT_LENGTHS
 
 TOLERANCE = 1e-4  # of the largest logit
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_GREEDY, ignore_eos=True)
-SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=-1)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +20,7 @@ def test_logits_and_greedy_tokens_are_pefts(
     made: Callable[[str], Path], fd_tensor: str, base: str
 ) -> None:
     folder, names = made(base), list(ADAPTERS[base])
-    settings = {"max_loras": 4, "max_logprobs": -1, "logprobs_mode": "raw_logits"}
+    settings = {"max_loras": 4, **RAW}
     settings["lora_experts"] = any("target_parameters" in a for a in ADAPTERS[base].values())
     with engine(folder / base, fd_tensor, **settings) as llm:
         for name in names:

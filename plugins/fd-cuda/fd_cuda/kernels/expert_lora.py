@@ -26,7 +26,6 @@ from .quant_native import Grouping, product
 from .quant_shapes import Few
 from .quant_weights import Weights
 from .routing import order_by_expert
-from .trellis_native import Trellis
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.moe import ExpertAdapters
@@ -159,8 +158,8 @@ def adapted_experts(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    gate_up: torch.Tensor | Weights | Trellis,
-    down: torch.Tensor | Weights | Trellis,
+    gate_up: torch.Tensor | Weights,
+    down: torch.Tensor | Weights,
     adapters: ExpertAdapters,
 ) -> torch.Tensor:
     """moe_experts with what adapters add to both products, plain or packed."""
@@ -176,7 +175,7 @@ def adapted_experts(
 def _product(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
-    weight: torch.Tensor | Weights | Trellis,
+    weight: torch.Tensor | Weights,
     divisor: int,
 ) -> torch.Tensor:
     """[T * k, N]: row pair / divisor of x times the matrix of the pair's expert. Packed weights
@@ -192,10 +191,6 @@ def _product(
                 grouping = Grouping(num_pairs, divisor, order)
                 return product(shape, x, slabs, None, grouping=grouping)
         x, weight = weight.seen(x), weight.dequantized(x.dtype)
-    elif isinstance(weight, Trellis):
-        stored = weight.stored
-        x, each = stored.activate(x).to(x.dtype), range(stored.num_experts)
-        weight = torch.stack([stored.expert(e).dequantize().to(x.dtype) for e in each])
     tiles = tiles_for(tokens, top_k, weight.shape[0], x.dtype)
     order = order_by_expert(topk_ids, weight.shape[0], tiles.rows)
     return grouped(x, weight, order, tiles, num_pairs, divisor, gated=False)
