@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.checkpoints import build  # only where it is asked for
 
     return build(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(autouse=True)
+def _handlers_of_commands_end_with_the_test() -> Iterator[None]:
+    """A command that a test runs in this process logs to the stream that pytest closes after it."""
+    root = logging.getLogger()
+    before = root.handlers[:]
+    yield
+    for handler in root.handlers[:]:
+        if type(handler) is logging.StreamHandler and handler not in before:
+            root.removeHandler(handler)
