@@ -1,7 +1,7 @@
 """Which commands there are: the core's own, those of installed plugins, and those of known ones.
 
 The core's own are found without reading metadata, so that `fastdeploy serve` starts at once. Help
-reads metadata and imports no plugin.
+reads metadata, once after each installation, and imports no plugin.
 """
 
 from __future__ import annotations
@@ -50,9 +50,11 @@ def find(name: str) -> Callable[[Sequence[str]], int]:
 
 def help_text(group: str = "") -> str:
     """What `fastdeploy --help` prints, or `fastdeploy GROUP --help`."""
+    from fastdeploy_core.cli.kept import kept
+
     rows = {name: summary for name, (_, summary) in CORE_COMMANDS.items()}
     rows |= {group: f"{text}: fastdeploy {group} --help" for group, text in GROUPS.items()}
-    rows |= _installed()
+    rows |= kept(_installed)
     missing = _table(_missing(rows), group)
     shown = _table(rows, group)
     words = f"fastdeploy {group}".rstrip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -175,3 +176,36 @@ def test_a_known_command_is_its_distributions(name: str, site: Path, tmp_path: P
     mine = [p for p in shown if p["kind"] == "command" and p["name"] == name]
     assert [(p["distribution"], p["status"]) for p in mine] == [(distribution, "ok")]
     assert not any((site / "fastdeploy_core").glob("*"))
+
+
+def test_help_reads_metadata_once_after_each_installation(site: Path, tmp_path: Path) -> None:
+    """What it keeps is read again when a distribution comes or goes or the operator chooses
+    otherwise, and where it is damaged or there is no place for it."""
+    cache = tmp_path / "cache"
+
+    def shown(**variables: str) -> tuple[bool, bool, bool]:
+        """Whether `count` and `more` are shown, and whether metadata was read."""
+        done = fastdeploy(
+            site, "--help", FD_CACHE_DIR=str(cache), PYTHONPROFILEIMPORTTIME="1", **variables
+        )
+        assert done.returncode == 0
+        names = [f"  {name} " in done.stdout for name in ("count", "more")]
+        return (names[0], names[1], "fastdeploy_core.plugins.discovery\n" in done.stderr)
+
+    add(site, "count", COUNT, "count")
+    assert shown() == (True, False, True)
+    assert shown() == (True, False, False)
+    assert shown(FD_PLUGINS_DISABLED="fd-count") == (False, False, True)
+    assert shown() == (True, False, True)
+    add(site, "more", COUNT, "more")
+    assert shown() == (True, True, True)
+    shutil.rmtree(next(site.glob("fd_more*.dist-info")))
+    assert shown() == (True, False, True)
+    (kept,) = cache.rglob("*.json")
+    for damaged in ("", "[]", "{}", "\udcff"):
+        kept.write_text(damaged, "utf-8", "surrogateescape")
+        assert shown() == (True, False, True)
+    assert shown() == (True, False, False)
+    shutil.rmtree(cache)
+    cache.write_text("")
+    assert shown() == (True, False, True)
