@@ -10,7 +10,7 @@ from typing import Any
 
 from .discovery import Inventory, PluginEntry
 
-INVENTORY_COLUMNS = ("name", "kind", "distribution", "version", "status")
+COLUMNS = ("name", "kind", "distribution", "version", "status")
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -24,26 +24,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def inventory_table(entries: Sequence[PluginEntry]) -> str:
     """`plugins list` as text."""
-    return table(
-        INVENTORY_COLUMNS, [(e.name, e.kind, e.distribution, e.version, e.status) for e in entries]
-    )
+    return table(COLUMNS, [[getattr(entry, name) for name in COLUMNS] for entry in entries])
 
 
 def inventory_data(inventory: Inventory, entries: Sequence[PluginEntry]) -> dict[str, Any]:
     """`plugins list --json`, also the body of the server's plugin page. A stable form."""
-    return {
-        "plugins": [
-            {
-                "name": e.name,
-                "kind": e.kind,
-                "distribution": e.distribution,
-                "version": e.version,
-                "group": e.group,
-                "target": e.target,
-                "status": e.status,
-                "reason": e.reason,
-            }
-            for e in entries
-        ],
-        "problems": list(inventory.problems),
-    }
+    names = (*COLUMNS[:-1], "group", "target", *COLUMNS[-1:], "reason")
+    plugins = [{name: getattr(entry, name) for name in names} for entry in entries]
+    return {"plugins": plugins, "problems": list(inventory.problems)}

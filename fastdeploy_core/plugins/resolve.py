@@ -41,14 +41,14 @@ from .drivers import available, broken, find, find_part, import_soon, without_br
 from .known import providers
 from .manager import HookManager, hook_manager
 from .negotiate import ASKED, CandidateRow, Decision, ask_candidates, ask_layer_drivers, decide
-from .resolved import ResolvedEntry, ResolvedPlugins
+from .resolved import ResolvedPlugins
 
 if TYPE_CHECKING:
     from fastdeploy_core.config import EngineConfig
     from fastdeploy_core.contracts.attention import AttentionQuestion
     from fastdeploy_core.contracts.moe import MoESpec
 
-__all__ = ["CandidateRow", "Decision", "ResolvedEntry", "ResolvedPlugins", "resolve"]
+__all__ = ["CandidateRow", "Decision", "ResolvedPlugins", "resolve"]
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def resolve(
         logger.warning("%s", resolved.notes[-1])
     tables = [table for table in resolved.plugin_entries("kernels") if not table.is_core]
     gone = broken(tables)
-    resolved.entries[:] = [entry for entry in resolved.entries if entry.as_plugin() not in gone]
+    resolved.entries[:] = [entry for entry in resolved.entries if entry not in gone]
     for error in gone.values():
         resolved.notes.append(f"{error}; it is left out")
         logger.warning("%s", resolved.notes[-1])
@@ -174,7 +174,7 @@ class _Resolver:
         self._config = config
         self._inventory = inventory
         self._hooks = hooks
-        self._entries: dict[tuple[str, str, str], ResolvedEntry] = {}
+        self._entries: dict[tuple[str, str, str], PluginEntry] = {}
         self._chosen: dict[str, str] = {}
         self._decisions: list[Decision] = []
         self._notes: list[str] = []
@@ -506,6 +506,4 @@ class _Resolver:
         self._chosen[place or decision.kind] = decision.winner
 
     def _add(self, entry: PluginEntry) -> None:
-        self._entries[entry.kind, entry.name, entry.distribution] = ResolvedEntry(
-            entry.kind, entry.name, entry.group, entry.target, entry.distribution, entry.version
-        )
+        self._entries[entry.kind, entry.name, entry.distribution] = entry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import astuple
 from typing import Any
 
 import msgspec
@@ -15,27 +16,10 @@ from .drivers import load
 from .negotiate import Decision
 
 
-class ResolvedEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One plugin to load, with everything that identifies it."""
-
-    kind: str
-    name: str
-    group: str
-    target: str
-    distribution: str
-    version: str
-
-    def as_plugin(self) -> PluginEntry:
-        """The same as a PluginEntry."""
-        return PluginEntry(
-            self.kind, self.name, self.group, self.target, self.distribution, self.version
-        )
-
-
 class ResolvedPlugins(msgspec.Struct, frozen=True):
     """The chosen plugins; can be encoded as MessagePack and is the same in every process."""
 
-    entries: list[ResolvedEntry]
+    entries: list[PluginEntry]
     chosen: dict[str, str]
     decisions: list[Decision] = []
     notes: list[str] = []
@@ -55,7 +39,7 @@ class ResolvedPlugins(msgspec.Struct, frozen=True):
         wanted = name or self.name(kind)
         for entry in self.entries:
             if entry.kind == kind and entry.name == wanted:
-                return entry.as_plugin()
+                return entry
         raise PluginNotFound(
             f"no {kind} driver {wanted!r} was resolved at start-up; "
             f"resolved: {', '.join(self.names(kind)) or 'none'}"
@@ -72,23 +56,24 @@ class ResolvedPlugins(msgspec.Struct, frozen=True):
 
     def strangers(self) -> list[PluginEntry]:
         """Third parties' drivers that this configuration certainly loads."""
-        found = []
-        for chosen in self.entries:
-            plugin = chosen.as_plugin()
-            is_needed = self.chosen.get(plugin.kind) == plugin.name
-            is_needed |= plugin.kind in ("logits_processor", "quantizer")
-            if not plugin.is_core and is_needed:
-                found.append(plugin)
-        return found
+        return [
+            entry
+            for entry in self.entries
+            if not entry.is_core
+            and (
+                self.chosen.get(entry.kind) == entry.name
+                or entry.kind in ("logits_processor", "quantizer")
+            )
+        ]
 
     def plugin_entries(self, kind: str) -> list[PluginEntry]:
         """All entries of one kind, in order; of HOOKS those that were loaded successfully."""
-        return [e.as_plugin() for e in self.entries if e.kind == kind]
+        return [e for e in self.entries if e.kind == kind]
 
     @property
     def digest(self) -> str:
         """SHA-256 over all that would be loaded; equal in all processes of one deployment."""
-        rows = sorted(msgspec.to_builtins(e) for e in self.entries)
+        rows = sorted(astuple(entry) for entry in self.entries)
         return hashlib.sha256(msgspec.json.encode([rows, self.chosen])).hexdigest()
 
     def verify(self, digest: str = "", *, inventory: Inventory | None = None) -> None:

@@ -76,8 +76,9 @@ def test_list_imports_neither_plugins_nor_heavy_libraries(stranger):
 
 @pytest.mark.parametrize("name", ["doctor", "show", "why"])
 def test_inspection_that_is_not_installed_is_answered_with_what_installs_it(
-    capsys, monkeypatch, name
+    capsys, monkeypatch, tmp_path, name
 ):
+    monkeypatch.setenv("FD_CACHE_DIR", str(tmp_path))
     others = tuple(e for e in discovery.discover().entries if e.distribution != "fd-tools")
     monkeypatch.setattr(discovery, "discover", lambda: discovery.Inventory(others))
     assert main(["plugins", name]) == 1

@@ -12,7 +12,6 @@ from fastdeploy_core.contracts.ops import OPERATIONS, Deny
 from fastdeploy_core.errors import CapabilityError, ConfigError
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.plugins.resolve import ResolvedPlugins
-from fastdeploy_core.plugins.resolved import ResolvedEntry
 from tests.plugin_modules import core_entry, entry, module_writer
 
 KERNELS = """
@@ -50,13 +49,7 @@ def resolved(tmp_path, monkeypatch):
 
     def make(*entries):
         rows = [core_entry("kernels", "cpu", "kernel_mod:CPU"), *entries]
-        return ResolvedPlugins(
-            [
-                ResolvedEntry(e.kind, e.name, e.group, e.target, e.distribution, e.version)
-                for e in rows
-            ],
-            {},
-        )
+        return ResolvedPlugins(rows, {})
 
     return make
 
@@ -296,10 +289,7 @@ def test_a_fused_operation_is_made_of_the_devices_own_kernels(
     rows = [core_entry("kernels", "cpu", "kernel_mod:CPU")]
     if device == "chip":
         rows.append(entry("kernels", "chip", f"kernel_mod:{table}", "fd-chip"))
-    entries = [
-        ResolvedEntry(e.kind, e.name, e.group, e.target, e.distribution, e.version) for e in rows
-    ]
-    kernels = build_kernel_table(device, resolved=ResolvedPlugins(entries, {}))
+    kernels = build_kernel_table(device, resolved=ResolvedPlugins(rows, {}))
     assert kernels["both"](2) == result
     assert kernels.origins()["both"] == origin
 
@@ -313,10 +303,7 @@ def test_a_composed_operation_is_no_fallback(tmp_path, monkeypatch):
         core_entry("kernels", "cpu", "kernel_mod:CPU"),
         entry("kernels", "chip", "kernel_mod:ALL", "fd-chip"),
     ]
-    entries = [
-        ResolvedEntry(e.kind, e.name, e.group, e.target, e.distribution, e.version) for e in rows
-    ]
     table = build_kernel_table(
-        "chip", asked=DeviceConfig(allow_fallback=False), resolved=ResolvedPlugins(entries, {})
+        "chip", asked=DeviceConfig(allow_fallback=False), resolved=ResolvedPlugins(rows, {})
     )
     assert table["both"](2) == 24
