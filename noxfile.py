@@ -96,37 +96,37 @@ SEEING = ("apart", "caches", "drafts", "mixes", "parity", "video")
 # gives to pytest; what takes minutes, such as Triton's interpreter, is left to session `plugins`.
 # The longest first.
 LIGHT = {
+    "plugins/fd-parsers": (),
+    "plugins/fd-cuda": tuple(f"--ignore-glob=*/{name}.py" for name in INTERPRETED),
     "plugins/fd-vision": (
         *(f"--ignore-glob=*/test_{name}.py" for name in SEEING),
         *("-m", "not slow"),
     ),
-    "plugins/fd-parsers": (),
-    "plugins/fd-sched-redis": ("-m", "not slow", "--ignore-glob=*/test_kill.py"),
+    "plugins/fd-quant-wint2": ("-m", "not slow"),
+    "plugins/fd-lora": ("-m", "not slow"),
     "plugins/fd-scale-out": (),
-    "plugins/fd-cuda": tuple(f"--ignore-glob=*/{name}.py" for name in INTERPRETED),
-    "plugins/fd-agent-apis": (),
-    "plugins/fd-beam-search": ("-m", "not slow"),
+    "plugins/fd-sched-redis": ("-m", "not slow", "--ignore-glob=*/test_kill.py"),
     "plugins/fd-kv-tcp": (),
+    "plugins/fd-hub": (),
+    "plugins/fd-beam-search": ("-m", "not slow"),
+    "plugins/fastdeploy-testing": ("-m", "not slow", "--ignore-glob=*/test_mutants.py"),
+    "plugins/fd-agent-apis": (),
+    "plugins/fd-rollout": ("-m", "not slow"),
     "plugins/fd-accelerator": (),
     "plugins/fd-bench": (),
     "plugins/fd-calibrate": (),
-    "plugins/fastdeploy-testing": ("-m", "not slow", "--ignore-glob=*/test_mutants.py"),
     "plugins/fd-gguf": (),
     "plugins/fd-grammar-llguidance": (),
-    "plugins/fd-hub": (),
     "plugins/fd-key-limits": ("-m", "not slow"),
     "plugins/fd-kv-disk": (),
     "plugins/fd-kv-redis": ("--ignore-glob=*/test_servers.py",),
     "plugins/fd-kv-shm": ("--ignore=tests/test_conformance.py",),
     "plugins/fd-launch": ("--ignore-glob=*/test_launch.py",),
-    "plugins/fd-lora": ("-m", "not slow"),
     "plugins/fd-models": (),
     "plugins/fd-otel": (),
     "plugins/fd-pooling": ("--ignore-glob=*/test_routes.py",),
     "plugins/fd-quant-formats": (),
     "plugins/fd-quant-hub": (),
-    "plugins/fd-quant-wint2": (),
-    "plugins/fd-rollout": ("-m", "not slow"),
     "plugins/fd-router": tuple(f"--ignore-glob=*/test_{name}.py" for name in REAL_SERVERS),
     "plugins/fd-spec-eagle": ("-m", "not slow"),
     "plugins/fd-spec-mtp": (),
@@ -433,7 +433,7 @@ def slow(session: nox.Session) -> None:
     libraries, arguments = _libraries(session)
     for library in libraries:
         session.run("pytest", "tests", "-q", "-m", "slow", "--tensor", library, *arguments)
-    for name in ("beam-search", "rollout", "sched-redis", "spec-eagle", "vision"):
+    for name in ("beam-search", "quant-wint2", "rollout", "sched-redis", "spec-eagle", "vision"):
         with session.chdir(f"plugins/fd-{name}"):
             session.run("pytest", "-q", "-m", "slow", "--fd-tensor", "torch", *arguments)
 

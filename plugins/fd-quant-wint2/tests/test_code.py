@@ -76,7 +76,12 @@ def error(x: np.ndarray, states: np.ndarray, bits: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("bits", "most", "bound"), [(2, 0.0705, 0.0625), (3, 0.0196, 0.015625), (4, 0.0055, 0.00390625)]
+    ("bits", "most", "bound"),
+    [
+        (2, 0.0705, 0.0625),
+        pytest.param(3, 0.0196, 0.015625, marks=pytest.mark.slow),
+        pytest.param(4, 0.0055, 0.00390625, marks=pytest.mark.slow),
+    ],
 )
 def test_distance_to_the_rate_distortion_bound(bits, most, bound):
     """At 2 bits the best computed code known has 0.0680, Lloyd-Max 0.1175."""

@@ -158,6 +158,7 @@ def ours(small: Path, library: str, tmp_path_factory: pytest.TempPathFactory) ->
     return quantized(small, library, "wint2", tmp_path_factory.mktemp("ours") / "q")
 
 
+@pytest.mark.slow
 def test_our_checkpoint_gives_the_tokens_of_rounding_while_loading(
     small: Path, library: str, ours: Path
 ) -> None:
