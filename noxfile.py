@@ -64,6 +64,7 @@ ONCE = (
     *("quant_models", "serve_demo", "step_graphs"),
 )
 LONG = (
+    *("config_fuzz", "process_growth", "two_threads"),
     *("expert_parallel", "families_engine", "gguf_engine", "gguf_models"),
     *("group_handover", "group_host_tier", "group_mixes", "group_store", "host_communicator"),
     *("index_mixes", "kv_store", "mtp_states", "multi_step", "state_mixes"),
@@ -82,7 +83,8 @@ LATER = (
     *("tests/plugins/test_mtp_math.py", "tests/plugins/test_mtp_wheel.py"),
     *("tests/plugins/test_picture_plugin.py", "tests/plugins/test_step_part.py"),
     "tests/plugins/test_template.py",
-    *("tests/server/test_many_instances.py", "tests/server/test_replicas.py"),
+    *("tests/server/test_api_servers.py", "tests/server/test_many_instances.py"),
+    "tests/server/test_replicas.py",
     "tests/server/test_shared_experts.py",
 )
 INTERPRETED = (
