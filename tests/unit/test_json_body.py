@@ -9,8 +9,8 @@ import multiprocessing
 import random
 import re
 import resource
-import time
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
