@@ -3,7 +3,7 @@ rows split by keys (decodes, drafts). Those whose kernels find the step's own ro
 already launch one kernel for both.
 
 All numbers of rows that are split are read on the device, so that steps of them alone can be
-captured. Under FD_BATCH_INVARIANT there is one sort of rows, see invariant_attention of prefill.py.
+captured. Under FD_BATCH_INVARIANT there is one sort of rows, see prefill.py.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from fd_cuda.kernels import native
+from fd_cuda.kernels.common import batch_invariant
 from fd_cuda.kernels.native import tensor_map
 
 from .plan import TILE_WORDS, DecodeShape, StreamShape
@@ -215,6 +216,7 @@ class NativePrompts:
             and (not spec.window or spec.window >= _LEAST_WINDOW)
             and self._box >= 8
             and _KEYS % self._box == block_size % self._box == 0
+            and not batch_invariant()
             and native.has_wgmma()
         )
         self.rows = _PROMPT_SIZES[spec.head_dim].rows if serves else 0
