@@ -423,7 +423,7 @@ def test_kernels_compile_for_architectures(capability: int) -> None:
         "clear_padding", "convolve", "cut_decodes", "cut_prompts", "cut_stream",
         "decode_attention", "latent_attention", "one_shot_sum", "packed_product",
         "prefill_attention", "rotate_and_write", "scan_chunks", "step_states", "sum_decays",
-        "within_chunks", "within_chunks_by_channel",
+        "within_chunks",
         *(["packed_attention"] if capability == 90 else []),
     }  # fmt: skip
 
