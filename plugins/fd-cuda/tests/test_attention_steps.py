@@ -313,7 +313,7 @@ def test_streams_serve_as_many_rows_as_there_are_places(
     from fd_cuda.attention.plan import StreamShape
     from fd_cuda.attention.tuning import Gpu, Sizes
 
-    chosen = Sizes(Gpu(132, True)).native(num_seqs, heads, 8, True, is_alone)
+    chosen = Sizes(Gpu(132, True)).native(num_seqs, heads, 8, is_alone)
     assert isinstance(chosen, StreamShape) == streams
     if isinstance(chosen, StreamShape):
         assert chosen.num_blocks == num_seqs * heads
@@ -326,7 +326,7 @@ def test_blocks_of_few_rows_fit_beside_each_other(heads: int, columns: int) -> N
     from fd_cuda.attention.tuning import Gpu, Sizes
 
     for num_seqs in range(1, 132 // heads + 1):
-        shape = Sizes(Gpu(132, True)).native(num_seqs, heads, columns, True, True)
+        shape = Sizes(Gpu(132, True)).native(num_seqs, heads, columns, True)
         assert num_seqs * heads * shape.cluster <= 132 * shape.occupancy, num_seqs
 
 

@@ -101,7 +101,7 @@ class PagedAttention(AttentionDriver):
         """Cut work for another GPU than the device's own."""
         super().use(sizes)
         powers_of_2 = (self._pad, self._v_pad) == (self.spec.head_dim, self.spec.v_head_dim)
-        self._has_engine = sizes.gpu.has_copy_engine and not self._exact and powers_of_2
+        self._has_engine = sizes.gpu.from_hopper_on and not self._exact and powers_of_2
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
         """Keys and values, [num_blocks, block_size, num_kv_heads, dim] each."""
@@ -126,9 +126,7 @@ class PagedAttention(AttentionDriver):
         if columns and may_be_native:
             # The streaming kernel takes a token's position from its index.
             may_stream = is_alone and not spec.offsets
-            native = self.sizes.native(
-                num_seqs, heads, columns, self._native.has_clusters, may_stream
-            )
+            native = self.sizes.native(num_seqs, heads, columns, may_stream)
         lengths = (batch.seq_lens_dev, batch.cu_seqlens_q_dev, num_seqs)
         if isinstance(native, StreamShape):
             items, counters = stream_items(*lengths, heads, max_tokens, native)
