@@ -307,7 +307,9 @@ class PagedAttention(AttentionDriver):
         descriptors: list[Tensor | TensorDescriptor] = [*cache]
         if engine:
             rows = [x.view(x.shape[0] * self.block_size, -1) for x in cache]
-            descriptors = [descriptor(x, keys, x.shape[1] // heads) for x in rows]
+            descriptors = [
+                TensorDescriptor.from_tensor(x, [keys, x.shape[1] // heads]) for x in rows
+            ]
         prefill_attention[(heads, tiles.tiles.shape[0])](
             q, out, *cache, *descriptors, tiles.tiles, batch.block_tables_dev, batch.slot_mapping,
             given.sinks, self._scale, **self._scores(),
@@ -320,8 +322,3 @@ class PagedAttention(AttentionDriver):
             PADDED=is_padded, ENGINE=engine, EXACT=self._exact,
             TILE_WORDS=TILE_WORDS, num_warps=shape.num_warps,
         )  # fmt: skip
-
-
-def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Tiles of [rows, columns] of a matrix, for the tensor copy engine."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
