@@ -133,6 +133,16 @@ def test_uniform_steps_with_drafts(device: Any, tokens: int, dtype: str) -> None
     step.check(driver, step.batch(tokens_per_row=tokens, is_exact=False))
 
 
+def test_more_drafts_than_decodes_serve(device: Any) -> None:
+    """Prompts' kernel computes them; what stands in slots of padding, which nobody has written, is
+    NaN."""
+    spec, tokens = gqa("float32", 64, 1), 4
+    rows = [(tokens, n) for n in (tokens, 17 + tokens, 64 + tokens)] + [(tokens, 0)]
+    step = Step(device, spec, rows, rotary_dim=32, padding=1)
+    driver = PagedAttention(spec, 16, device, None)
+    assert np.isfinite(step.check(driver, step.batch(tokens_per_row=tokens))).all()
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 4])
 @pytest.mark.parametrize("heads", [(8, 1), (10, 2), (4, 2)])
 @pytest.mark.parametrize("interleaved", [False, True])
