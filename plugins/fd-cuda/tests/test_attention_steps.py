@@ -133,6 +133,16 @@ def test_uniform_steps_with_drafts(device: Any, tokens: int, dtype: str) -> None
     step.check(driver, step.batch(tokens_per_row=tokens, is_exact=False))
 
 
+def test_more_drafts_than_decodes_serve(device: Any) -> None:
+    """Prompts' kernel computes them; what stands in slots of padding, which nobody has written, is
+    NaN."""
+    spec, tokens = gqa("float32", 64, 1), 4
+    rows = [(tokens, n) for n in (tokens, 17 + tokens, 64 + tokens)] + [(tokens, 0)]
+    step = Step(device, spec, rows, rotary_dim=32, padding=1)
+    driver = PagedAttention(spec, 16, device, None)
+    assert np.isfinite(step.check(driver, step.batch(tokens_per_row=tokens))).all()
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 4])
 @pytest.mark.parametrize("heads", [(8, 1), (10, 2), (4, 2)])
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -313,7 +323,7 @@ def test_streams_serve_as_many_rows_as_there_are_places(
     from fd_cuda.attention.plan import StreamShape
     from fd_cuda.attention.tuning import Gpu, Sizes
 
-    chosen = Sizes(Gpu(132, True)).native(num_seqs, heads, 8, True, is_alone)
+    chosen = Sizes(Gpu(132, True)).native(num_seqs, heads, 8, is_alone)
     assert isinstance(chosen, StreamShape) == streams
     if isinstance(chosen, StreamShape):
         assert chosen.num_blocks == num_seqs * heads
@@ -326,7 +336,7 @@ def test_blocks_of_few_rows_fit_beside_each_other(heads: int, columns: int) -> N
     from fd_cuda.attention.tuning import Gpu, Sizes
 
     for num_seqs in range(1, 132 // heads + 1):
-        shape = Sizes(Gpu(132, True)).native(num_seqs, heads, columns, True, True)
+        shape = Sizes(Gpu(132, True)).native(num_seqs, heads, columns, True)
         assert num_seqs * heads * shape.cluster <= 132 * shape.occupancy, num_seqs
 
 
@@ -423,7 +433,7 @@ def test_kernels_compile_for_architectures(capability: int) -> None:
         "clear_padding", "convolve", "cut_decodes", "cut_prompts", "cut_stream",
         "decode_attention", "latent_attention", "one_shot_sum", "packed_product",
         "prefill_attention", "rotate_and_write", "scan_chunks", "step_states", "sum_decays",
-        "within_chunks", "within_chunks_by_channel",
+        "within_chunks",
         *(["packed_attention"] if capability == 90 else []),
     }  # fmt: skip
 

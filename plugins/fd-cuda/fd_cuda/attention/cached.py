@@ -3,7 +3,7 @@ rows split by keys (decodes, drafts). Those whose kernels find the step's own ro
 already launch one kernel for both.
 
 All numbers of rows that are split are read on the device, so that steps of them alone can be
-captured. Under FD_BATCH_INVARIANT there is one sort of rows, see invariant_attention of prefill.py.
+captured. Under FD_BATCH_INVARIANT there is one sort of rows, see prefill.py.
 """
 
 from __future__ import annotations
@@ -133,15 +133,14 @@ class CachedAttention(AttentionDriver):
         """For rows that are tiled: the same, but tokens of a tile for the width."""
 
     def _decodes(self, batch: AttentionBatch, max_tokens: int, *, is_alone: bool = True) -> Any:
-        shape, rows, heads, columns, pad = self._short_rows(batch.num_seqs, max_tokens)
+        lengths = batch.seq_lens_dev, batch.cu_seqlens_q_dev
+        return self._split(*lengths, batch.num_seqs, max_tokens)
+
+    def _split(self, lengths: Tensor, starts: Tensor, num_rows: int, max_tokens: int) -> Launch:
+        """A launch for rows of up to so many tokens, `starts` of which are the first."""
+        shape, rows, heads, columns, pad = self._short_rows(num_rows, max_tokens)
         items, counters = decode_items(
-            batch.seq_lens_dev,
-            batch.cu_seqlens_q_dev,
-            batch.num_seqs,
-            batch.num_seqs * columns,
-            max_tokens,
-            shape,
-            new_in_cache=True,
+            *(lengths, starts, num_rows, num_rows * columns, max_tokens, shape), new_in_cache=True
         )
         parts = split_parts(items, columns * rows, pad)
         return Launch(shape, rows, heads, columns, items, (*parts, counters))

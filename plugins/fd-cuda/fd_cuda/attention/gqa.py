@@ -24,7 +24,7 @@ from .plan import (
     split_parts,
     stream_items,
 )
-from .prefill import invariant_attention, prefill_attention
+from .prefill import prefill_attention
 from .question import MAX_ROWS
 from .rope import rotate_and_write
 from .tuning import PrefillShape, Sizes
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ROPE_ROWS = 16
-# Keys per tile of the cached prefix: no more than a common block holds.
-_MAX_CACHE_KEYS = 64
 
 
 @dataclass(slots=True)
@@ -103,7 +101,7 @@ class PagedAttention(AttentionDriver):
         """Cut work for another GPU than the device's own."""
         super().use(sizes)
         powers_of_2 = (self._pad, self._v_pad) == (self.spec.head_dim, self.spec.v_head_dim)
-        self._has_engine = sizes.gpu.has_copy_engine and not self._exact and powers_of_2
+        self._has_engine = sizes.gpu.from_hopper_on and not self._exact and powers_of_2
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
         """Keys and values, [num_blocks, block_size, num_kv_heads, dim] each."""
@@ -128,9 +126,7 @@ class PagedAttention(AttentionDriver):
         if columns and may_be_native:
             # The streaming kernel takes a token's position from its index.
             may_stream = is_alone and not spec.offsets
-            native = self.sizes.native(
-                num_seqs, heads, columns, self._native.has_clusters, may_stream
-            )
+            native = self.sizes.native(num_seqs, heads, columns, may_stream)
         lengths = (batch.seq_lens_dev, batch.cu_seqlens_q_dev, num_seqs)
         if isinstance(native, StreamShape):
             items, counters = stream_items(*lengths, heads, max_tokens, native)
@@ -154,7 +150,7 @@ class PagedAttention(AttentionDriver):
         return _Decodes(native or shape, max_tokens, rows, items, counters, parts)
 
     def _tiles(self, batch: AttentionBatch, shortest: int) -> _Tiles:
-        rows = 0 if self._invariant else self._native_prompts.rows
+        rows = self._native_prompts.rows
         if rows:
             chosen = self.sizes.native_prefill(rows)
         else:
@@ -188,21 +184,16 @@ class PagedAttention(AttentionDriver):
                 self._decode(given, launch, out, writes=len(launches) == 1)
                 continue
             native = self._native_prompts
-            rotates = not self._invariant and native.can_rotate(q, batch, rotary, norms)
+            rotates = native.can_rotate(q, batch, rotary, norms)
             turns = rotary is not None or norms is not None
             turned = q.new_empty(q.shape) if turns and not rotates else q
-            if self._invariant:
-                self._rotate_and_write(given, turned, None, out, clears=clears)
-                self._attend_invariantly(turned, given, launch, out)
-            elif native.can_run(turned, batch):
-                self._rotate_and_write(given, turned, None, out, clears=clears)
+            self._rotate_and_write(given, turned, out, clears=clears)
+            if native.can_run(turned, batch):
                 left = (rotary, norms) if rotates else (None, None)
                 own = (turned, out, cache, batch, launch.tiles, *left, sinks, self._scale)
                 native.run(*own, self.sizes.gpu.num_multiprocessors)
             else:
-                keys = k.new_empty(k.shape)
-                self._rotate_and_write(given, turned, keys, out, clears=clears)
-                self._prefill(turned, keys, given, launch, out)
+                self._prefill(turned, given, launch, out)
         return out
 
     def _strides(self, given: _Given) -> dict[str, int]:
@@ -284,15 +275,14 @@ class PagedAttention(AttentionDriver):
         )
 
     def _rotate_and_write(
-        self, given: _Given, turned: Tensor, keys: Tensor | None, out: Tensor, *, clears: bool
+        self, given: _Given, turned: Tensor, out: Tensor, *, clears: bool
     ) -> None:
-        """Queries as they are attended to to `turned`, where that is not what was given; keys to
-        the cache and to `keys`, for kernels that do not find the step's own there. clears: what
-        `out` holds of padding becomes zeros."""
+        """Queries as they are attended to to `turned`, where that is not what was given; keys and
+        values to the cache. clears: what `out` holds of padding becomes zeros."""
         spec, q, tokens = self.spec, given.q, given.k.shape[0]
         heads, num_queries = spec.num_kv_heads, 0 if turned is q else tokens * spec.num_heads
         rotate_and_write[(cdiv(tokens * heads, _ROPE_ROWS) + cdiv(num_queries, _ROPE_ROWS),)](
-            *(q, given.k, given.v, turned, keys, *given.cache, out),
+            *(q, given.k, given.v, turned, *given.cache, out),
             given.batch.slot_mapping,
             given.batch.positions,
             given.rotary,
@@ -308,78 +298,27 @@ class PagedAttention(AttentionDriver):
             **launch_options(),
         )
 
-    def _attend_invariantly(self, q: Tensor, given: _Given, tiles: _Tiles, out: Tensor) -> None:
+    def _prefill(self, q: Tensor, given: _Given, tiles: _Tiles, out: Tensor) -> None:
         """Of queries as _rotate_and_write leaves them."""
-        spec, shape, batch = self.spec, tiles.shape, given.batch
-        invariant_attention[(spec.num_kv_heads, tiles.tiles.shape[0])](
-            q, out, *given.cache, tiles.tiles, batch.block_tables_dev, batch.slot_mapping,
+        spec, shape, batch, keys = self.spec, tiles.shape, given.batch, tiles.shape.keys
+        heads, cache = spec.num_kv_heads, given.cache
+        is_padded = self._invariant or batch.tokens_per_row > 0
+        engine = self._has_engine and self.block_size % keys == 0 and not (is_padded or spec.window)
+        descriptors: list[Tensor | TensorDescriptor] = [*cache]
+        if engine:
+            rows = [x.view(x.shape[0] * self.block_size, -1) for x in cache]
+            descriptors = [
+                TensorDescriptor.from_tensor(x, [keys, x.shape[1] // heads]) for x in rows
+            ]
+        prefill_attention[(heads, tiles.tiles.shape[0])](
+            q, out, *cache, *descriptors, tiles.tiles, batch.block_tables_dev, batch.slot_mapping,
             given.sinks, self._scale, **self._scores(),
             stride_q=q.stride(0), stride_q_head=q.stride(1),
             stride_table=batch.block_tables_dev.stride(0),
-            NUM_KV_HEADS=spec.num_kv_heads, GROUP=self._group,
+            NUM_KV_HEADS=heads, GROUP=self._group,
             WIDTH=spec.head_dim, V_WIDTH=spec.v_head_dim,
             WIDTH_PAD=self._pad, V_WIDTH_PAD=self._v_pad, BLOCK_SIZE=self.block_size,
-            TOKENS=tiles.tokens, M=shape.rows, N=min(shape.keys, _MAX_CACHE_KEYS),
-            STAGES=shape.num_stages, EXACT=self._exact, TILE_WORDS=TILE_WORDS,
-            num_warps=shape.num_warps,
+            TOKENS=tiles.tokens, M=shape.rows, N=keys, STAGES=shape.num_stages,
+            PADDED=is_padded, ENGINE=engine, EXACT=self._exact,
+            TILE_WORDS=TILE_WORDS, num_warps=shape.num_warps,
         )  # fmt: skip
-
-    def _prefill(self, q: Tensor, k: Tensor, given: _Given, tiles: _Tiles, out: Tensor) -> None:
-        """Of queries and keys as _rotate_and_write leaves them, keys contiguous."""
-        spec, shape = self.spec, tiles.shape
-        v, cache, batch = given.v, given.cache, given.batch
-        heads = spec.num_kv_heads
-        engine = self._has_engine and v.stride(0) % 8 == 0 and v.data_ptr() % 16 == 0
-        engine = engine and v.stride(1) == spec.v_head_dim
-        cached_keys = min(shape.keys, _MAX_CACHE_KEYS)
-        is_bounded = bool(spec.window or spec.chunk)  # the copy engine would fetch others' blocks
-        engine_cache = engine and self.block_size % cached_keys == 0 and not is_bounded
-        tensors: list[Tensor | TensorDescriptor] = [k, v, *cache]
-        if engine:
-            tensors[0] = descriptor(k.view(k.shape[0], -1), shape.keys, spec.head_dim)
-            flat = v.as_strided((v.shape[0], heads * spec.v_head_dim), (v.stride(0), 1))
-            tensors[1] = descriptor(flat, shape.keys, spec.v_head_dim)
-        if engine_cache:
-            slots = cache[0].shape[0] * self.block_size
-            tensors[2] = descriptor(cache[0].view(slots, -1), cached_keys, spec.head_dim)
-            tensors[3] = descriptor(cache[1].view(slots, -1), cached_keys, spec.v_head_dim)
-        prefill_attention[(heads, tiles.tiles.shape[0])](
-            q,
-            k,
-            v,
-            out,
-            *cache,
-            *tensors,
-            tiles.tiles,
-            batch.block_tables_dev,
-            given.sinks,
-            self._scale,
-            **self._scores(),
-            stride_q=q.stride(0),
-            stride_v=v.stride(0),
-            stride_q_head=q.stride(1),
-            stride_v_head=v.stride(1),
-            stride_table=batch.block_tables_dev.stride(0),
-            NUM_KV_HEADS=heads,
-            GROUP=self._group,
-            WIDTH=spec.head_dim,
-            V_WIDTH=spec.v_head_dim,
-            WIDTH_PAD=self._pad,
-            V_WIDTH_PAD=self._v_pad,
-            BLOCK_SIZE=self.block_size,
-            TOKENS=tiles.tokens,
-            M=shape.rows,
-            N=shape.keys,
-            N_CACHE=cached_keys,
-            STAGES=shape.num_stages,
-            ENGINE=engine,
-            ENGINE_CACHE=engine_cache,
-            EXACT=self._exact,
-            TILE_WORDS=TILE_WORDS,
-            num_warps=shape.num_warps,
-        )
-
-
-def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Tiles of [rows, columns] of a matrix, for the tensor copy engine."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])

@@ -13,9 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
 from fd_cuda.kernels import native
+from fd_cuda.kernels.common import batch_invariant
 from fd_cuda.kernels.native import tensor_map
 
 from .plan import TILE_WORDS, DecodeShape, StreamShape
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 WIDTH: Final = 128
 MAX_COLUMNS: Final = 32
-_OLDEST_WITH_CLUSTERS: Final = (9, 0)
 _KEYS: Final = 128
 _MAX_GROUP: Final = 64
 _LEAST_WINDOW: Final = 1024  # of 128 the Triton kernel is quicker, whose tiles are smaller
@@ -97,9 +95,6 @@ class NativeDecode:
         self._spec, self._block_size = spec, block_size
         self._group = spec.num_heads // spec.num_kv_heads
         self._serves = _suits(spec, (WIDTH,), {"offsets"}) and native.available()
-        self.has_clusters = (
-            self._serves and torch.cuda.get_device_capability() >= _OLDEST_WITH_CLUSTERS
-        )
 
     def columns(self, max_tokens: int) -> int:
         """Query rows of a program, padded; 0 where the kernel does not serve so many."""
@@ -215,6 +210,7 @@ class NativePrompts:
             and (not spec.window or spec.window >= _LEAST_WINDOW)
             and self._box >= 8
             and _KEYS % self._box == block_size % self._box == 0
+            and not batch_invariant()
             and native.has_wgmma()
         )
         self.rows = _PROMPT_SIZES[spec.head_dim].rows if serves else 0

@@ -130,7 +130,5 @@ def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Ten
 
 
 def _tiles(x: Tensor, left: int, right: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    rows = x.flatten(1)
-    shape, strides = list(rows.shape), list(rows.stride())
-    made = TensorDescriptor(rows, shape, strides, [KEYS, left])
-    return made, TensorDescriptor(rows, shape, strides, [KEYS, right]) if right else made
+    rows, tiles = x.flatten(1), TensorDescriptor.from_tensor
+    return tiles(rows, [KEYS, left]), tiles(rows, [KEYS, right or left])

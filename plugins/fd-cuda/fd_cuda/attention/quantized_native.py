@@ -42,10 +42,10 @@ class QuantizedDecode:
         """None where the kernel does not serve such rows."""
         columns = self._bf16.columns(max_tokens)
         # Hopper converts fp8 itself, and others that do are not told apart here.
-        if not columns or (self._kind == FP8_ROWS and not self._bf16.has_clusters):
+        if not columns or (self._kind == FP8_ROWS and not sizes.gpu.from_hopper_on):
             return None
         heads, num_seqs = self._spec.num_kv_heads, batch.num_seqs
-        shape = sizes.quantized(num_seqs, heads, columns, self._bf16.has_clusters)
+        shape = sizes.quantized(num_seqs, heads, columns)
         items, counters = decode_items(
             batch.seq_lens_dev, batch.cu_seqlens_q_dev, num_seqs, num_seqs * heads * shape.cluster,
             max_tokens, shape.plan, new_in_cache=True,

@@ -61,7 +61,7 @@ def _turned(
 
 @triton.jit(do_not_specialize=["num_rows", "num_queries"])
 def rotate_and_write(
-    q, k, v, q_rotated, k_rotated, k_cache, v_cache, out, slot_mapping, positions, cos_sin,
+    q, k, v, q_rotated, k_cache, v_cache, out, slot_mapping, positions, cos_sin,
     q_norm, k_norm, eps, num_rows, num_queries, stride_q, stride_k, stride_v, stride_q_head,
     stride_k_head, stride_v_head,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
@@ -100,9 +100,6 @@ def rotate_and_write(
             k_norm, eps, WIDTH, WIDTH_PAD, ROTARY, INTERLEAVED, NORMS,
         )  # fmt: skip
         kept = (inside & (slot >= 0))[:, None]
-        if k_rotated is not None:
-            own = rows.to(tl.int64)[:, None] * WIDTH + dims[None, :]
-            tl.store(k_rotated + own, keys, mask=inside[:, None] & wide)
         tl.store(k_cache + place[:, None] * WIDTH + dims[None, :], keys, mask=kept & wide)
         v_wide = (v_dims < V_WIDTH)[None, :]
         at = token * stride_v + head * stride_v_head

@@ -31,7 +31,7 @@ class Gpu:
     """What sizes depend on."""
 
     num_multiprocessors: int
-    has_copy_engine: bool  # tensor tiles are fetched by hardware
+    from_hopper_on: bool  # clusters of blocks, and a copy engine that fetches tensor tiles
     is_small: bool = False  # a program has less shared memory than an A100's 163 KiB
 
     @classmethod
@@ -78,7 +78,6 @@ class Sizes:
         num_seqs: int,
         num_kv_heads: int,
         columns: int,
-        has_clusters: bool,
         is_alone: bool,
     ) -> NativeShape | StreamShape | None:
         """For the CUDA C++ kernels; None where the Triton kernel is faster: so many rows that the
@@ -89,6 +88,7 @@ class Sizes:
         Clusters share a group of multiprocessors, and two of 8 blocks need one to themselves.
         """
         units, processors = num_seqs * num_kv_heads, self.gpu.num_multiprocessors
+        has_clusters = self.gpu.from_hopper_on
         occupancy = of_four_warps = 2 if columns <= 16 else 1
         warps = 4
         if is_alone and has_clusters and columns == 8 and 2 * processors < units <= 4 * processors:
@@ -121,16 +121,15 @@ class Sizes:
             cluster *= 2
         return cluster, 4, {1: 4, 2: 8, 4: 16, 8: 24}[cluster]
 
-    def quantized(
-        self, num_seqs: int, num_kv_heads: int, columns: int, has_clusters: bool
-    ) -> NativeShape:
+    def quantized(self, num_seqs: int, num_kv_heads: int, columns: int) -> NativeShape:
         """For quant_attention.cu."""
         processors, units, cluster = self.gpu.num_multiprocessors, num_seqs * num_kv_heads, 1
         # As many blocks as registers allow; two where that many hold all rows and heads without
         # cutting any.
         occupancy = 1 if columns == 32 else 2 if columns == 16 or units > processors else 3
-        while has_clusters and cluster < 8 and units * 2 <= processors >= units * cluster // 2:
-            cluster *= 2
+        if self.gpu.from_hopper_on:
+            while cluster < 8 and units * 2 <= processors >= units * cluster // 2:
+                cluster *= 2
         target = max(1, processors * occupancy // (cluster * num_kv_heads))
         plan = DecodeShape(64, {1: 4, 2: 4, 4: 8, 8: 16}[cluster], 64, target, 4, 1)
         return NativeShape(plan, cluster, 2 if columns == 8 else 1, occupancy)
@@ -140,7 +139,7 @@ class Sizes:
         if itemsize == 4:
             return PrefillShape(max(16, pad2(group)), 16, 4, 1)
         # Wide heads: two warp groups share what is fetched, with 64 rows each.
-        if width > 128 and self.gpu.has_copy_engine:
+        if width > 128 and self.gpu.from_hopper_on:
             return PrefillShape(128, 64, 8, 2)
         # So much shared memory that two programs share a multiprocessor, and their turns overlap.
         rows = max(64, pad2(group))

@@ -50,15 +50,22 @@ def _store_best(best, value_p, index_p, place):
 
 @triton.jit
 def _largest_of_chunk(
-    x_p, value_p, index_p, width, stride,
-    CHUNK: tl.constexpr, PDL: tl.constexpr,
+    x_p, seeds_p, positions_p, value_p, index_p, width, stride,
+    RACES: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """RACES: of the logits with noise, whose largest is a sample."""
     join_chain(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = columns < width
     x = tl.load(x_p + row * stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
-    best = tl.max(tl.where(inside, ranked(x, columns), _NOTHING), 0)
+    score = x
+    if RACES:
+        # Where everything is forbidden nothing races; most chunks of a filtered row are so.
+        if tl.max(tl.where(inside & (x != float("-inf")), 1, 0), 0) > 0:
+            key = row_key(tl.load(seeds_p + row), tl.load(positions_p + row))
+            score = x - log_exponential(key, columns.to(tl.int64))
+    best = tl.max(tl.where(inside, ranked(score, columns), _NOTHING), 0)
     _store_best(best, value_p, index_p, row * tl.num_programs(1) + chunk)
 
 
@@ -74,25 +81,6 @@ def _largest(value_p, index_p, peak_p, id_p, count, BLOCK: tl.constexpr, PDL: tl
         index = tl.load(index_p + row * count + place, mask=inside, other=0).to(tl.int32)
         best = tl.maximum(best, tl.max(tl.where(inside, ranked(x, index), _NOTHING), 0))
     _store_best(best, peak_p, id_p, row)
-
-
-@triton.jit
-def _race(
-    x_p, seeds_p, positions_p, value_p, index_p, width, stride,
-    CHUNK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    join_chain(PDL)
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    columns = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = columns < width
-    x = tl.load(x_p + row * stride + columns, mask=inside, other=float("-inf"))
-    score = x
-    # Where everything is forbidden nothing races; most chunks of a filtered row are so.
-    if tl.max(tl.where(inside & (x != float("-inf")), 1, 0), 0) > 0:
-        key = row_key(tl.load(seeds_p + row), tl.load(positions_p + row))
-        score = x - log_exponential(key, columns.to(tl.int64))
-    best = tl.max(tl.where(inside, ranked(score, columns), _NOTHING), 0)
-    _store_best(best, value_p, index_p, row * tl.num_programs(1) + chunk)
 
 
 @triton.jit
@@ -165,19 +153,26 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 def greedy_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids [B] int64, their logits [B] float32) of logits in any float dtype."""
+    return _largest_of(logits, None, None)
+
+
+def sample(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """One token per row from softmax(logits), by an exponential race: [B] int64."""
+    return _largest_of(logits, seeds, positions)[0]
+
+
+def _largest_of(
+    logits: torch.Tensor, seeds: torch.Tensor | None, positions: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """greedy_of, or with seeds of a race."""
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     rows, width = logits.shape
     value, index = _chunks(logits, rows, width)
     if rows:
         _largest_of_chunk[value.shape](
-            logits,
-            value,
-            index,
-            width,
-            logits.stride(0),
-            CHUNK=_chunk(width),
-            **options(num_warps=8),
-        )
+            logits, seeds, positions, value, index, width, logits.stride(0),
+            RACES=seeds is not None, CHUNK=_chunk(width), **options(num_warps=8),
+        )  # fmt: skip
     return largest(value, index)
 
 
@@ -194,19 +189,6 @@ def largest(value: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, tor
             value, index, peaks, ids, count, BLOCK=min(4096, pad2(count)), **options(num_warps=4)
         )
     return ids, peaks
-
-
-def sample(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """One token per row from softmax(logits), by an exponential race: [B] int64."""
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-    rows, width = logits.shape
-    value, index = _chunks(logits, rows, width)
-    if rows:
-        _race[value.shape](
-            logits, seeds, positions, value, index, width, logits.stride(0), CHUNK=_chunk(width),
-            **options(num_warps=8),
-        )  # fmt: skip
-    return largest(value, index)[0]
 
 
 def apply_penalties(

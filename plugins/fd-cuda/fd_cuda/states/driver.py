@@ -23,7 +23,6 @@ from .recurrence import (
     step_states,
     sum_decays,
     within_chunks,
-    within_chunks_by_channel,
 )
 
 if TYPE_CHECKING:
@@ -291,30 +290,25 @@ class CudaStates:
             wanted = x.new_empty((tokens, heads, spec.value_dim))
             read = x.new_empty((tokens, heads, spec.key_dim))
         grid, gates = (chunks.shape[0], heads), (weights.decay, weights.dt_bias)
-        sizes = {**self._shape, "CHUNK": CHUNK, "VALUE_PAD": self._value_pad}
-        if not self._by_channel:
-            within_chunks[grid](
-                *(x, dt, beta, *gates, inner, wanted, read, *of_rows),
-                *(x.stride(0), dt.stride(0), 0 if beta is None else beta.stride(0)),
-                **sizes,
-                DELTA=self._is_delta,
-                **launch_options(**WITHIN),
+        sums, how = None, launch_options(**(WITHIN_BY_CHANNEL if self._by_channel else WITHIN))
+        if self._by_channel:
+            sums = x.new_empty((tokens, heads, spec.key_dim), dtype=torch.float32)
+            sum_decays[grid](
+                *(dt, *gates, sums, *of_rows, dt.stride(0)),
+                HEADS=heads,
+                KEY=spec.key_dim,
+                CHUNK=CHUNK,
+                KEY_PAD=self._key_pad,
+                **how,
             )
-            return inner, wanted, read, None
-        sums = x.new_empty((tokens, heads, spec.key_dim), dtype=torch.float32)
-        options = launch_options(**WITHIN_BY_CHANNEL)
-        sum_decays[grid](
-            *(dt, *gates, sums, *of_rows, dt.stride(0)),
-            HEADS=heads,
-            KEY=spec.key_dim,
+        within_chunks[grid](
+            *(x, dt, beta, *gates, sums, inner, wanted, read, *of_rows),
+            *(x.stride(0), dt.stride(0), 0 if beta is None else beta.stride(0)),
+            **self._shape,
+            **self._kind,
             CHUNK=CHUNK,
-            KEY_PAD=self._key_pad,
-            **options,
-        )
-        within_chunks_by_channel[grid](
-            *(x, sums, beta, inner, wanted, read, *of_rows, x.stride(0), beta.stride(0)),
-            **sizes,
             PART=_PART,
-            **options,
+            VALUE_PAD=self._value_pad,
+            **how,
         )
         return inner, wanted, read, sums

@@ -203,6 +203,45 @@ def inverse(lower, CHUNK: tl.constexpr):
     return tl.reshape(joined(first, below, second, 32), [CHUNK, CHUNK])
 
 
+@triton.jit
+def faded_products(
+    q, k, c, k_rows, sums, edges, of_key, is_key, count, stride_k, stride_sum,
+    CHUNK: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Sums over keys of e^(c_i - c_j) q_i k_j and of e^(c_i - c_j) k_i k_j, for j up to i. k_rows,
+    sums: where k and c of the chunk's `count` tokens were loaded from; edges: c of the first one.
+
+    Between parts of PART tokens the exponent is divided: e^(c_i - r) e^(r - c_j) with r the sum at
+    the end of the part before token i's, so that neither is above 0 and products of matrices do;
+    within a part, column by column.
+    """
+    i = tl.arange(0, CHUNK)
+    kind: tl.constexpr = k.dtype
+    q, k = q.to(tl.float32), k.to(tl.float32)
+    y = tl.zeros([CHUNK, CHUNK], tl.float32)
+    pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for part in range(1, CHUNK // PART):
+        edge = part * PART - 1
+        r = tl.load(edges + edge * stride_sum, mask=is_key & (edge < count), other=0.0)
+        own = (i // PART == part)[:, None]
+        since = tl.where(own, tl.exp(tl.minimum(c - r[None, :], 0.0)), 0.0)
+        until = tl.exp(tl.minimum(r[None, :] - c, 0.0))
+        earlier = tl.trans(tl.where((i <= edge)[:, None], k * until, 0.0).to(kind))
+        y = product((q * since).to(kind), earlier, y)
+        pairs = product((k * since).to(kind), earlier, pairs)
+    for nth in range(PART):
+        column = i // PART * PART + nth
+        back = (column - i)[:, None]
+        mask = (back <= 0) & of_key
+        other = tl.load(k_rows + back * stride_k, mask=mask, other=0.0).to(tl.float32)
+        faded = tl.load(sums + back * stride_sum, mask=mask, other=0.0)
+        other = tl.where(mask, other * tl.exp(tl.minimum(c - faded, 0.0)), 0.0)
+        here = column[:, None] == i[None, :]
+        y = tl.where(here, tl.sum(q * other, 1)[:, None], y)
+        pairs = tl.where(here, tl.sum(k * other, 1)[:, None], pairs)
+    return y, pairs
+
+
 @triton.jit(do_not_specialize_on_alignment=["chunks"])
 def within_chunks(
     x,
@@ -210,6 +249,7 @@ def within_chunks(
     beta,
     decay,
     dt_bias,
+    sums,
     inner,
     wanted,
     read,
@@ -227,7 +267,9 @@ def within_chunks(
     K_AT: tl.constexpr,
     V_AT: tl.constexpr,
     DELTA: tl.constexpr,
+    CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
+    PART: tl.constexpr,
     KEY_PAD: tl.constexpr,
     VALUE_PAD: tl.constexpr,
     PDL: tl.constexpr,
@@ -237,6 +279,7 @@ def within_chunks(
     Of token i, with c the sum of decays up to it: inner[i, j] = e^(c_i - c_j) q_i k_j for j up to
     i; and of "delta", with A[i, j] = b_i e^(c_i - c_j) k_i k_j for j before i,
     wanted = (1 + A)^-1 b v and read = (1 + A)^-1 b e^c k. Shapes [tokens, heads, ...], x's dtype.
+    CHANNELS: each row of a state has decays of its own, whose sums are `sums`; else that is None.
     """
     join_chain(PDL)
     item, head = chunks + tl.program_id(0) * 2, tl.program_id(1)
@@ -251,20 +294,31 @@ def within_chunks(
     rows = x + at[:, None] * stride_x + (head // EACH) * KEY + keys[None, :]
     q = tl.load(rows + Q_AT, mask=of_key, other=0.0)
     k = tl.load(rows + K_AT, mask=of_key, other=0.0)
-    step = tl.load(dt + at * stride_dt + head, mask=real, other=0.0).to(tl.float32)
-    g = tl.load(decay + head) * softplus(step + tl.load(dt_bias + head))
-    c = tl.cumsum(tl.where(real, g, 0.0), 0)
-    between = c[:, None] - c[None, :]
-    seen = i[:, None] >= i[None, :]
-    fade = tl.where(seen, tl.exp(tl.where(seen, between, 0.0)), 0.0)
-    y = product(q, tl.trans(k), None) * fade
+    if CHANNELS:
+        edges = sums + ((first + begin).to(tl.int64) * HEADS + head) * KEY + keys
+        sums += (at[:, None] * HEADS + head) * KEY + keys[None, :]
+        c = tl.load(sums, mask=of_key, other=0.0)
+        y, pairs = faded_products(
+            q, k, c, rows + K_AT, sums, edges, of_key, keys < KEY, count, stride_x, HEADS * KEY,
+            CHUNK, PART,
+        )  # fmt: skip
+    else:
+        step = tl.load(dt + at * stride_dt + head, mask=real, other=0.0).to(tl.float32)
+        g = tl.load(decay + head) * softplus(step + tl.load(dt_bias + head))
+        c = tl.cumsum(tl.where(real, g, 0.0), 0)
+        between = c[:, None] - c[None, :]
+        seen = i[:, None] >= i[None, :]
+        fade = tl.where(seen, tl.exp(tl.where(seen, between, 0.0)), 0.0)
+        y = product(q, tl.trans(k), None) * fade
     places = inner + (at * HEADS + head)[:, None] * CHUNK + i[None, :]
     tl.store(places, y.to(inner.dtype.element_ty), mask=real[:, None])
     if DELTA:
-        pairs = product(k, tl.trans(k), None) * fade
+        if not CHANNELS:
+            pairs = product(k, tl.trans(k), None) * fade
         b = tl.load(beta + at * stride_beta + head, mask=real, other=0.0).to(tl.float32)
         b = tl.sigmoid(b)[:, None]
-        whole = solved(pairs, b, x.dtype.element_ty, CHUNK)
+        before = tl.where(i[:, None] > i[None, :], b * pairs, 0.0)
+        whole = inverse(before, CHUNK).to(x.dtype.element_ty)
         # Loaded only now: beside the inverse there is no room in registers.
         of_value = real[:, None] & (values < VALUE)[None, :]
         v_rows = x + at[:, None] * stride_x + V_AT + head * VALUE + values[None, :]
@@ -273,16 +327,10 @@ def within_chunks(
         places = wanted + (at * HEADS + head)[:, None] * VALUE + values[None, :]
         tl.store(places, own.to(wanted.dtype.element_ty), mask=of_value)
         k = tl.load(rows + K_AT, mask=of_key, other=0.0).to(tl.float32)
-        reads = product(whole, (b * tl.exp(c)[:, None] * k).to(x.dtype.element_ty), None)
+        since = tl.exp(c) if CHANNELS else tl.exp(c)[:, None]
+        reads = product(whole, (b * since * k).to(x.dtype.element_ty), None)
         places = read + (at * HEADS + head)[:, None] * KEY + keys[None, :]
         tl.store(places, reads.to(read.dtype.element_ty), mask=of_key)
-
-
-@triton.jit
-def solved(pairs, b, KIND: tl.constexpr, CHUNK: tl.constexpr):
-    """(1 + A)^-1 with A = b pairs below the diagonal."""
-    i = tl.arange(0, CHUNK)
-    return inverse(tl.where(i[:, None] > i[None, :], b * pairs, 0.0), CHUNK).to(KIND)
 
 
 @triton.jit(do_not_specialize_on_alignment=["chunks"])
@@ -318,95 +366,6 @@ def sum_decays(
     g = tl.load(decay + head) * softplus(step + bias[None, :])
     c = tl.cumsum(tl.where(inside, g, 0.0), 0)
     tl.store(sums + (at * HEADS + head)[:, None] * KEY + keys[None, :], c, mask=inside)
-
-
-@triton.jit(do_not_specialize_on_alignment=["chunks"])
-def within_chunks_by_channel(
-    x,
-    sums,
-    beta,
-    inner,
-    wanted,
-    read,
-    starts,
-    lengths,
-    chunks,
-    stride_x,
-    stride_beta,
-    HEADS: tl.constexpr,
-    EACH: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    Q_AT: tl.constexpr,
-    K_AT: tl.constexpr,
-    V_AT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PART: tl.constexpr,
-    KEY_PAD: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """within_chunks where each row of a state has a decay of its own; sums: of sum_decays.
-
-    e^(c_i - c_j) stands inside the product of q_i and k_j then. Between parts of PART tokens it is
-    e^(c_i - r) e^(r - c_j) with r the sum at the end of the part before token i's, so that no
-    exponent is above 0 and products of matrices do; within a part, column by column.
-    """
-    join_chain(PDL)
-    item, head = chunks + tl.program_id(0) * 2, tl.program_id(1)
-    row, number = tl.load(item), tl.load(item + 1)
-    first, end = tl.load(starts + row), tl.load(lengths + row)
-    start = end - (tl.load(starts + row + 1) - first)
-    begin, count = chunk_of(number, start, end, CHUNK)
-    i = tl.arange(0, CHUNK)
-    kind = x.dtype.element_ty
-    at, real = (first + begin + i).to(tl.int64), i < count
-    keys, values = tl.arange(0, KEY_PAD), tl.arange(0, VALUE_PAD)
-    is_key = keys < KEY
-    of_key = real[:, None] & is_key[None, :]
-    key_at = x + (head // EACH) * KEY + keys[None, :]
-    sum_at = sums + head * KEY + keys
-    q = tl.load(key_at + Q_AT + at[:, None] * stride_x, mask=of_key, other=0.0).to(tl.float32)
-    k = tl.load(key_at + K_AT + at[:, None] * stride_x, mask=of_key, other=0.0).to(tl.float32)
-    c = tl.load(sum_at[None, :] + at[:, None] * (HEADS * KEY), mask=of_key, other=0.0)
-    y = tl.zeros([CHUNK, CHUNK], tl.float32)
-    pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for part in range(1, CHUNK // PART):
-        edge = part * PART - 1
-        mask = is_key & (edge < count)
-        r = tl.load(
-            sum_at + (first + begin + edge).to(tl.int64) * (HEADS * KEY), mask=mask, other=0.0
-        )
-        own = (i // PART == part)[:, None]
-        since = tl.where(own, tl.exp(tl.minimum(c - r[None, :], 0.0)), 0.0)
-        until = tl.exp(tl.minimum(r[None, :] - c, 0.0))
-        earlier = tl.trans(tl.where((i <= edge)[:, None], k * until, 0.0).to(kind))
-        y = product((q * since).to(kind), earlier, y)
-        pairs = product((k * since).to(kind), earlier, pairs)
-    for nth in range(PART):
-        column = i // PART * PART + nth
-        j = (first + begin + column).to(tl.int64)[:, None]
-        mask = (column <= i)[:, None] & of_key
-        other = tl.load(key_at + K_AT + j * stride_x, mask=mask, other=0.0).to(tl.float32)
-        faded = tl.load(sum_at[None, :] + j * (HEADS * KEY), mask=mask, other=0.0)
-        other = tl.where(mask, other * tl.exp(tl.minimum(c - faded, 0.0)), 0.0)
-        here = column[:, None] == i[None, :]
-        y = tl.where(here, tl.sum(q * other, 1)[:, None], y)
-        pairs = tl.where(here, tl.sum(k * other, 1)[:, None], pairs)
-    places = inner + (at * HEADS + head)[:, None] * CHUNK + i[None, :]
-    tl.store(places, y.to(inner.dtype.element_ty), mask=real[:, None])
-    of_value = real[:, None] & (values < VALUE)[None, :]
-    rows = x + at[:, None] * stride_x + V_AT + head * VALUE + values[None, :]
-    v = tl.load(rows, mask=of_value, other=0.0).to(tl.float32)
-    b = tl.load(beta + at * stride_beta + head, mask=real, other=0.0).to(tl.float32)
-    b = tl.sigmoid(b)[:, None]
-    whole = solved(pairs, b, kind, CHUNK)
-    own = product(whole, (b * v).to(kind), None)
-    reads = product(whole, (b * tl.exp(c) * k).to(kind), None)
-    places = wanted + (at * HEADS + head)[:, None] * VALUE + values[None, :]
-    tl.store(places, own.to(wanted.dtype.element_ty), mask=of_value)
-    places = read + (at * HEADS + head)[:, None] * KEY + keys[None, :]
-    tl.store(places, reads.to(read.dtype.element_ty), mask=of_key)
 
 
 @triton.jit(do_not_specialize=["stride_table"])
@@ -445,9 +404,8 @@ def scan_chunks(
     VALUES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row's chunks, one after the other, with what within_chunks left, or with CHANNELS what
-    within_chunks_by_channel and sum_decays left. Grid (blocks of VALUES
-    values, heads, long rows)."""
+    """A row's chunks, one after the other, with what within_chunks left, and with CHANNELS
+    sum_decays. Grid (blocks of VALUES values, heads, long rows)."""
     join_chain(PDL)
     head, row = tl.program_id(1), tl.load(long_rows + tl.program_id(2))
     first, end = tl.load(starts + row), tl.load(lengths + row)

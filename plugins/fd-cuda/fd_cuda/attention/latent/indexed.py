@@ -15,7 +15,7 @@ import torch
 from fastdeploy_core.errors import CapabilityError
 
 from fd_cuda.attention.cached import Launch, Metadata
-from fd_cuda.attention.plan import ITEM, decode_items, split_parts
+from fd_cuda.attention.plan import ITEM
 from fd_cuda.kernels.common import INTERPRETED, cdiv, num_processors, pad2
 from fd_cuda.kernels.common import options as launch_options
 
@@ -92,14 +92,10 @@ class IndexedAttention(LatentAttention):
     def _launch(self, seen: Tensor) -> Launch:
         """Of the kernel of latent attention: a row for each token."""
         tokens, counts = seen.shape[0], seen.clamp(max=self._index.top_k)
-        shape, rows, heads, columns, pad = self._short_rows(tokens, 1)
         numbers = torch.arange(tokens + 1, dtype=torch.int32, device=seen.device)
         if tokens <= _MOST_SPLIT and not self._invariant:
-            items, counters = decode_items(
-                counts, numbers, tokens, tokens * columns, 1, shape, new_in_cache=True
-            )
-            parts = split_parts(items, columns * rows, pad)
-            return Launch(shape, rows, heads, columns, items, (*parts, counters))
+            return self._split(counts, numbers, tokens, 1)
+        shape, rows, heads, columns, _ = self._short_rows(tokens, 1)
         items = torch.zeros((tokens, ITEM), dtype=torch.int32, device=seen.device)
         items[:, 0] = items[:, 6] = numbers[:-1]
         items[:, 2] = ((counts + (shape.tile - 1)) // shape.tile).clamp(min=1)

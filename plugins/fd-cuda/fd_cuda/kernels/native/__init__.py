@@ -44,8 +44,6 @@ _ATTRIBUTE_CLUSTER: Final = 4
 _ATTRIBUTE_PDL: Final = 6
 _FUNCTION_SHARED_BYTES: Final = 8
 _DIGEST_BYTES: Final = 32
-# Whether a compiler knows this card is found out by trying.
-_TRIAL: Final = {"HALF": 0, "EPILOGUE": PLAIN, "PDL": 0}
 _lock = threading.Lock()
 _functions: dict[tuple[Any, ...], Function] = {}
 _compiling: dict[Path, threading.Lock] = {}
@@ -133,7 +131,9 @@ def why_not() -> str:
     try:
         _driver()
         _nvrtc()
-        _compile("gemv", {**_TRIAL, "NORM": 0, "K": 64, "TILES": 1, "WARPS": 1, "AHEAD": 1})
+        # Whether a compiler knows this card is found out by trying.
+        trial = {"HALF": 0, "EPILOGUE": PLAIN, "PDL": 0, "NORM": 0}
+        _compile("gemv", {**trial, "K": 64, "TILES": 1, "WARPS": 1, "AHEAD": 1})
     except OSError as error:
         return f"NVRTC was not found: {error}"
     except PluginError as error:
@@ -152,15 +152,7 @@ def available() -> bool:
 @functools.cache
 def has_wgmma() -> bool:
     """Whether gemm.cu and filter.cu run on the card, Hopper's: newer ones have no wgmma."""
-    if not available() or torch.cuda.get_device_capability()[0] != 9:
-        return False
-    sizes = {"BM": 64, "BN": 64, "STAGES": 4, "SPLIT": 2, "RESIDENT": 0, "EVEN": 1}
-    try:
-        _compile("gemm", {**_TRIAL, **sizes})
-    except PluginError as error:
-        _warn(str(error))
-        return False
-    return True
+    return available() and torch.cuda.get_device_capability()[0] == 9
 
 
 @functools.cache

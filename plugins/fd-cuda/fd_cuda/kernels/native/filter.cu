@@ -20,10 +20,6 @@ __device__ __forceinline__ void send(u32 address, u64 value) {
   asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
 }
 
-__device__ __forceinline__ void send(u32 address, u32 value) {
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-
 __device__ __forceinline__ long long key_of(float x) {
   const int bits = __float_as_int(x == 0.f ? 0.f : x);
   return bits ^ ((bits >> 31) & 0x7fffffff);
@@ -91,60 +87,95 @@ __device__ __forceinline__ void narrow_range(Range& range, const Pivots& pivots,
   }
 }
 
-struct Shared {
-  Amounts per_warp[WARPS];
-  Amounts per_block[2][CLUSTER];
-  u64 total[2][CLUSTER];
-  float highest[2][CLUSTER], lowest[2][CLUSTER];
-  float warp_highest[WARPS], warp_lowest[WARPS];
-  u64 warp_total[WARPS];
-  float list[FEW];
-  u32 listed;
-  long long result;
+// Of some values of the row: the largest, the smallest finite one and how many are finite.
+struct alignas(8) Extent {
+  float highest, lowest;
+  u32 count;
 };
 
-// Sums over the threads of a block, then, if ALL, over the blocks of the cluster.
-template <bool BY_MASS, bool ALL>
-__device__ __forceinline__ Amounts summed(Amounts mine, Shared& s, int& turn, int rank) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+struct Total {
+  u64 mass;
+  u32 count;
+};
+
+__device__ __forceinline__ void add(Extent& to, const Extent& one) {
+  to.highest = fmaxf(to.highest, one.highest), to.lowest = fminf(to.lowest, one.lowest);
+  to.count += one.count;
+}
+
+__device__ __forceinline__ void add(Total& to, const Total& one) { to.mass += one.mass, to.count += one.count; }
+
+__device__ __forceinline__ void add(Amounts& to, const Amounts& one) {
+#pragma unroll
+  for (int i = 0; i < PIVOTS; i++) to.mass[i] += one.mass[i], to.count[i] += one.count[i];
+}
+
+// The sum of a warp's threads.
+__device__ __forceinline__ u64 of_warp(u64 mine) {
+  for (int d = 16; d > 0; d >>= 1) mine += __shfl_xor_sync(~0u, mine, d);
+  return mine;
+}
+
+__device__ __forceinline__ Total of_warp(const Total& mine) {
+  return {of_warp(mine.mass), __reduce_add_sync(~0u, mine.count)};
+}
+
+__device__ __forceinline__ Extent of_warp(Extent mine) {
+  for (int d = 16; d > 0; d >>= 1)
+    add(mine, {__shfl_xor_sync(~0u, mine.highest, d), __shfl_xor_sync(~0u, mine.lowest, d), 0});
+  mine.count = __reduce_add_sync(~0u, mine.count);
+  return mine;
+}
+
+template <bool BY_MASS>
+__device__ __forceinline__ Amounts of_warp(Amounts mine) {
 #pragma unroll
   for (int i = 0; i < PIVOTS; i++) {
     mine.count[i] = __reduce_add_sync(~0u, mine.count[i]);
-    if (BY_MASS)
-      for (int d = 16; d > 0; d >>= 1) mine.mass[i] += __shfl_xor_sync(~0u, mine.mass[i], d);
+    if (BY_MASS) mine.mass[i] = of_warp(mine.mass[i]);
   }
-  if (lane == 0) s.per_warp[warp] = mine;
+  return mine;
+}
+
+// Where warps of a block, and then blocks of the cluster, leave their sums; the latter in turn.
+template <class Sum>
+struct Sums {
+  Sum of_warps[WARPS], of_blocks[2][CLUSTER];
+};
+
+// The sum of the block's warps, then, if ALL, of the cluster's blocks.
+template <bool ALL, class Sum>
+__device__ __forceinline__ Sum summed(const Sum& of_warp, Sums<Sum>& at, int& turn, int rank) {
+  if (threadIdx.x % 32 == 0) at.of_warps[threadIdx.x / 32] = of_warp;
   __syncthreads();
-  Amounts sum = {};
-#pragma unroll
-  for (int i = 0; i < PIVOTS; i++)
-    for (int w = 0; w < WARPS; w++) {
-      sum.count[i] += s.per_warp[w].count[i];
-      if (BY_MASS) sum.mass[i] += s.per_warp[w].mass[i];
-    }
+  Sum sum = at.of_warps[0];
+  for (int w = 1; w < WARPS; w++) add(sum, at.of_warps[w]);
   if (!ALL) {
     __syncthreads();
     return sum;
   }
   if (threadIdx.x < CLUSTER) {
-    const u32 to = at_rank(shared_address(&s.per_block[turn][rank]), threadIdx.x);
+    u64 words[sizeof(Sum) / 8];  // all kinds are whole ones
+    memcpy(words, &sum, sizeof(Sum));
+    const u32 to = at_rank(shared_address(&at.of_blocks[turn][rank]), threadIdx.x);
 #pragma unroll
-    for (int i = 0; i < PIVOTS; i++) {
-      send(to + i * 8, sum.mass[i]);
-      send(to + PIVOTS * 8 + i * 4, sum.count[i]);
-    }
+    for (int i = 0; i < sizeof(Sum) / 8; i++) send(to + i * 8, words[i]);
   }
   meet();
-  Amounts all = {};
-#pragma unroll
-  for (int i = 0; i < PIVOTS; i++)
-    for (int b = 0; b < CLUSTER; b++) {
-      all.count[i] += s.per_block[turn][b].count[i];
-      if (BY_MASS) all.mass[i] += s.per_block[turn][b].mass[i];
-    }
+  Sum all = at.of_blocks[turn][0];
+  for (int b = 1; b < CLUSTER; b++) add(all, at.of_blocks[turn][b]);
   turn ^= 1;
   return all;
 }
+
+struct Shared {
+  Sums<Amounts> amounts;
+  Sums<Extent> extents;
+  Sums<Total> totals;
+  float list[FEW];
+  u32 listed;
+  long long result;
+};
 
 template <bool BY_MASS>
 __device__ __forceinline__ void look(Amounts& amounts, const Pivots& pivots, float x, float peak) {
@@ -168,7 +199,7 @@ __device__ __forceinline__ float smallest_kept(const float* x, float low, float 
     Amounts amounts = {};
 #pragma unroll 2
     for (int i = 0; i < ITEMS; i++) look<BY_MASS>(amounts, pivots, MINE(x, i), peak);
-    amounts = summed<BY_MASS, true>(amounts, s, turn, rank);
+    amounts = summed<true>(of_warp<BY_MASS>(amounts), s.amounts, turn, rank);
     narrow_range<BY_MASS>(range, pivots, amounts, wanted);
   }
   if (is_found(range)) return value_of(range.low);  // every block of the cluster knows
@@ -200,7 +231,7 @@ __device__ __forceinline__ float smallest_kept(const float* x, float low, float 
       Amounts amounts = {};
 #pragma unroll
       for (int i = 0; i < FEW / THREADS; i++) look<BY_MASS>(amounts, pivots, mine[i], peak);
-      amounts = summed<BY_MASS, false>(amounts, s, turn, rank);
+      amounts = summed<false>(of_warp<BY_MASS>(amounts), s.amounts, turn, rank);
 #pragma unroll
       for (int i = 0; i < PIVOTS; i++) {
         amounts.count[i] += num_beyond;
@@ -213,66 +244,6 @@ __device__ __forceinline__ float smallest_kept(const float* x, float low, float 
   }
   meet();
   return value_of(s.result);
-}
-
-// Of the whole row: the largest value, the smallest finite one and how many are finite.
-struct Extent {
-  float highest, lowest;
-  u64 count;
-};
-
-__device__ __forceinline__ u64 total_of(u64 mine, Shared& s, int& turn, int rank) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  for (int d = 16; d > 0; d >>= 1) mine += __shfl_xor_sync(~0u, mine, d);
-  if (lane == 0) s.warp_total[warp] = mine;
-  __syncthreads();
-  if (threadIdx.x < CLUSTER) {
-    u64 sum = 0;
-    for (int w = 0; w < WARPS; w++) sum += s.warp_total[w];
-    send(at_rank(shared_address(&s.total[turn][rank]), threadIdx.x), sum);
-  }
-  meet();
-  u64 all = 0;
-  for (int b = 0; b < CLUSTER; b++) all += s.total[turn][b];
-  turn ^= 1;
-  return all;
-}
-
-__device__ __forceinline__ Extent extent_of(const float* x, Shared& s, int& turn, int rank) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  float highest = LOWEST, lowest = -LOWEST;
-  u32 count = 0;
-#pragma unroll 4
-  for (int i = 0; i < ITEMS; i++) {
-    const float value = MINE(x, i);
-    highest = fmaxf(highest, value);
-    lowest = value > LOWEST ? fminf(lowest, value) : lowest;
-    count += value > LOWEST;
-  }
-  for (int d = 16; d > 0; d >>= 1) {
-    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, d));
-    lowest = fminf(lowest, __shfl_xor_sync(~0u, lowest, d));
-  }
-  if (lane == 0) {
-    s.warp_highest[warp] = highest;
-    s.warp_lowest[warp] = lowest;
-  }
-  __syncthreads();
-  if (threadIdx.x < CLUSTER) {
-    for (int w = 0; w < WARPS; w++) {
-      highest = fmaxf(highest, s.warp_highest[w]);
-      lowest = fminf(lowest, s.warp_lowest[w]);
-    }
-    send(at_rank(shared_address(&s.highest[turn][rank]), threadIdx.x), highest);
-    send(at_rank(shared_address(&s.lowest[turn][rank]), threadIdx.x), lowest);
-  }
-  const int now = turn;
-  Extent extent = {LOWEST, -LOWEST, total_of(count, s, turn, rank)};
-  for (int b = 0; b < CLUSTER; b++) {
-    extent.highest = fmaxf(extent.highest, s.highest[now][b]);
-    extent.lowest = fminf(extent.lowest, s.lowest[now][b]);
-  }
-  return extent;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -297,27 +268,29 @@ filter(float* logits, const long long* __restrict__ top_k, const float* __restri
   }
   int turn = 0;
   meet();  // all have started: their memory may be written to
-  const Extent extent = extent_of(x, s, turn, rank);
+  Extent extent = {LOWEST, -LOWEST, 0};
+#pragma unroll 4
+  for (int i = 0; i < ITEMS; i++) {
+    const float value = MINE(x, i);
+    add(extent, {value, value > LOWEST ? value : -LOWEST, value > LOWEST});
+  }
+  extent = summed<true>(of_warp(extent), s.extents, turn, rank);
   const float peak = extent.highest;
   if (peak > LOWEST && peak < -LOWEST) {
     float kept = extent.lowest;
     if (least > 0.f) kept = fmaxf(kept, peak + logf(least));
     if (uses_k)
-      kept = fmaxf(kept, smallest_kept<false>(x, extent.lowest, peak, (u32)extent.count, k, s, turn,
-                                              rank));
+      kept = fmaxf(kept, smallest_kept<false>(x, extent.lowest, peak, extent.count, k, s, turn, rank));
     if (uses_p) {
-      u64 mass = 0;
-      u32 count = 0;
+      Total total = {};
 #pragma unroll 4
       for (int i = 0; i < ITEMS; i++) {
         const float value = MINE(x, i);
-        mass += value >= kept ? mass_of(value, peak) : 0;
-        count += value >= kept;
+        if (value >= kept) add(total, {mass_of(value, peak), 1});
       }
-      const u64 total = total_of(mass, s, turn, rank);
-      const u64 wanted = (u64)ceil((double)p * (double)total);
-      const u32 num_kept = (u32)total_of(count, s, turn, rank);
-      kept = fmaxf(kept, smallest_kept<true>(x, kept, peak, num_kept, wanted, s, turn, rank));
+      total = summed<true>(of_warp(total), s.totals, turn, rank);
+      const u64 wanted = (u64)ceil((double)p * (double)total.mass);
+      kept = fmaxf(kept, smallest_kept<true>(x, kept, peak, total.count, wanted, s, turn, rank));
     }
     for (int i = 0; i < ITEMS; i++) {
       const int column = (i * CLUSTER + rank) * THREADS + threadIdx.x;
