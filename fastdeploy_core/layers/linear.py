@@ -120,7 +120,7 @@ class Linear:
             pieces = [part.piece for part in self._parts]
             self._adapter = build.adapters.layer(build, self.spec, pieces, self._in_piece)
         if self._adapter is not None:
-            products = self._adapter.products()
+            products = self._adapter.products(feeds_norm=shape.reduce)
             self._product, self._norm_product, self._gated_product, self._add_product = products
         elif shape.gated:
             self._kernel = "gated_linear"
@@ -173,9 +173,14 @@ class Linear:
 
     def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(this layer's y for norm(x + residual), x + residual). residual None: nothing to add."""
-        if residual is None and self._is_plain and self._reduce is None:
+        if self._is_plain and self._reduce is None:
             product = self._gated_product if self._gated else self._norm_product
-            return product(x, norm.weight, norm.eps, self.weight, self.bias), x
+            operands = (x, norm.weight, norm.eps, self.weight, self.bias)
+            if residual is None:
+                return product(*operands), x
+            if self._adapter is not None and self._adapter.takes(residual):
+                y, total = product(*operands, residual)
+                return y, total
         packed = self._packed
         if residual is None or packed is None or packed.after_norm is None:
             normed, total = norm.add(x, residual)
@@ -198,7 +203,8 @@ class Linear:
     def add_to(self, total: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Two addends of total + y; None: they were added already. total may be overwritten."""
         if self._is_plain and self._reduce is None and not self._gated:
-            return self._add_product(x, self.weight, self.bias, total), None
+            y = self._add_product(x, self.weight, self.bias, total)
+            return (y, None) if self._adapter is None else y
         return self(x), total
 
     def _product_specs(self) -> list[LayerSpec]:

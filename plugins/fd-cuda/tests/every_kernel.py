@@ -284,6 +284,14 @@ def adapters() -> None:
             product("plain", x, norm, EPS, weight, None, None, *more)
             product("gated", x, norm, EPS, weight, None, None, *more)
             product("add", x, None, EPS, weight, None, random(rows, width, dtype=dtype), *more)
+            before, total = a[:, :8].contiguous(), random(rows, width, dtype=dtype)
+            y = table["deferring_add"](x, weight, None, total, before, b)
+            if y is not None:
+                norm, weight = random(width, dtype=dtype), random(depth, width, dtype=dtype)
+                a, after = random(3, 16, width, dtype=dtype), random(3, depth, 8, dtype=dtype)
+                more, deferred = (a, after, (depth // 2, depth), more[3]), (x, before, b)
+                table["deferred_product"]("plain", y, deferred, norm, EPS, weight, None, *more)
+                table["deferred_norm"](y, deferred, norm, EPS, more[3])
 
 
 def states() -> None:

@@ -20,7 +20,8 @@ SHAPES = [
     (5, 96, (64, 16, 16), 3, 8),
     (17, 130, (72, 72), 2, 16),
     (33, 64, (200,), 4, 24),
-    (300, 64, (96, 32), 7, 8),  # in two launches, more adapters than programs share a tile
+    (300, 64, (96, 32), 9, 8),  # in two launches, more adapters than programs share a tile
+    (300, 560, (96, 32), 3, 8),  # inputs in two parts, the second smaller
     *([(64, 1024, (2048, 256, 256), 8, 16), (64, 3072, (1024,), 8, 16),
        (2048, 1024, (3072, 3072), 8, 64)] if DEVICE == "cuda" else []),
 ]  # fmt: skip
@@ -179,3 +180,74 @@ def test_tiles_of_prompts_add_what_each_row_has(epilogue: str, rank: int) -> Non
     if is_gated:
         wanted = plain["silu_and_mul"](wanted)
     assert float((found.float() - wanted).abs().max()) < 2e-2 * float(wanted.abs().max())
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("num_rows", "hidden", "depth", "parts", "rank"),
+    [
+        (64, 1024, 3072, (2048, 256, 256), 16),
+        (64, 1024, 2048, (3072, 3072), 16),
+        (3, 512, 1024, (72, 24, 24), 8),  # outputs that no tile divides: in several operations
+        (40, 1536, 8192, (512,), 32),
+        (17, 256, 128, (128, 128), 64),
+    ],
+)
+def test_norm_adds_what_adapters_add_to_the_product_before(
+    num_rows: int, hidden: int, depth: int, parts: tuple[int, ...], rank: int, dtype: str
+) -> None:
+    """A product onto a residual, the norm, and the product after it, captured; again with other
+    inputs and adapters in the same memory."""
+    draw = torch.Generator().manual_seed(depth)
+
+    def random(*size: int, spread: float = 1.0) -> torch.Tensor:
+        numbers = torch.randn(*size, generator=draw) * spread
+        return numbers.to(getattr(torch, dtype)).to(DEVICE)
+
+    width = sum(parts)
+    ends = tuple(torch.tensor(parts).cumsum(0).tolist())
+    weight, bias = random(hidden, depth, spread=depth**-0.5), random(hidden)
+    a, b = random(8, rank, depth, spread=depth**-0.5), random(8, hidden, rank, spread=0.3)
+    norm, next_weight = random(hidden), random(width, hidden, spread=hidden**-0.5)
+    next_a = random(8, len(parts) * rank, hidden, spread=hidden**-0.5)
+    next_b = random(8, width, rank, spread=0.3)
+    source, start = random(num_rows, depth), random(num_rows, hidden)
+    slots = torch.zeros(num_rows, dtype=torch.int32, device=DEVICE)
+    cuda, plain = build_kernel_table("cuda", {"tensor_library": "torch"}), build_kernel_table("cpu")
+
+    def run() -> tuple[torch.Tensor, ...]:
+        x = cuda["silu_and_mul"](torch.cat((source, source), 1))
+        y = cuda["deferring_add"](x, weight, bias, start.clone(), a, b)
+        assert y is not None
+        more = (next_weight, None, next_a, next_b, ends, slots)
+        out, total = cuda["deferred_product"]("plain", y, (x, a, b), norm, 1e-5, *more)
+        y = cuda["deferring_add"](x, weight, bias, start.clone(), a, b)
+        normed, same = cuda["deferred_norm"](y, (x, a, b), norm, 1e-5, slots)
+        return x, out, total, normed, same
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x, out, total, normed, same = run()
+    for turn in range(4):
+        chosen = torch.randint(-1, 8, (num_rows,), generator=draw, dtype=torch.int32)
+        slots.copy_(chosen if turn < 3 else torch.full_like(chosen, -1))
+        source.copy_(random(num_rows, depth))
+        start.copy_(random(num_rows, hidden))
+        graph.replay()
+        wide = x.float()
+        wanted = start.float() + wide @ weight.float().T + bias.float()
+        wanted = plain["lora"](wanted, wide, None, 0.0, a.float(), b.float(), (hidden,), slots)
+        bound = {"float16": 4e-3, "bfloat16": 3e-2}[dtype]
+        for found in (total, same):  # whose inputs as many blocks divide as the next product needs
+            assert float((found.float() - wanted).abs().max()) < bound * float(wanted.abs().max())
+        seen = plain["rms_norm"](same.float(), norm.float(), 1e-5)
+        assert float((normed.float() - seen).abs().max()) < bound * float(seen.abs().max())
+        seen = plain["rms_norm"](total.float(), norm.float(), 1e-5)
+        wanted = plain["lora"](
+            seen @ next_weight.float().T, seen, None, 0.0,
+            next_a.float(), next_b.float(), ends, slots,
+        )  # fmt: skip
+        assert float((out.float() - wanted).abs().max()) < bound * float(wanted.abs().max())

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fd_cuda.kernels import native
-from fd_cuda.kernels.row_sums import _kernel, row_sums
+from fd_cuda.kernels.row_sums import _function, deferred_sums, row_sums
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.skipif(
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Emulation(emulation.Emulation):
-    header = "emulated_rows.h"
+    header = "emulated_sums.h"
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +30,9 @@ def emulated(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator
         monkeypatch.setattr(native, "function", here.function)
         monkeypatch.setattr(native, "launch", here.launch)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    _kernel.cache_clear()
+    _function.cache_clear()
     yield
-    _kernel.cache_clear()
+    _function.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -69,3 +69,43 @@ def test_rows_have_their_own_sums(
     for row in (slots >= 0).nonzero().flatten().tolist():
         wanted = a[slots[row]].double() @ y[row].double()
         assert torch.allclose(inner[:, row].double().sum(0), wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("width", "depth", "parts", "rank", "dtype"),
+    [
+        (320, 448, 3, 16, torch.bfloat16),
+        (576, 1032, 2, 8, torch.float16),  # shares of other sizes
+        (264, 4160, 1, 32, torch.bfloat16),  # one block of a row, which takes several turns
+        (256, 512, 0, 64, torch.bfloat16),  # no product follows
+    ],
+)
+def test_norm_adds_what_the_product_before_left_out(
+    width: int, depth: int, parts: int, rank: int, dtype: torch.dtype
+) -> None:
+    draw = torch.Generator().manual_seed(depth)
+
+    def random(*size: int, spread: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*size, generator=draw) * spread).to(dtype).to(DEVICE)
+
+    x, inputs, weight = random(5, width), random(5, depth + 8)[:, :depth], random(width)
+    a_before, b = random(3, rank, depth, spread=depth**-0.5), random(3, width, rank)
+    a = random(3, parts * rank, width) if parts else None
+    slots = torch.tensor([2, -1, 0, 2, 1], dtype=torch.int32, device=DEVICE)
+    y, inner, total = deferred_sums(x, (inputs, a_before, b), weight, 1e-5, a, slots)
+    wanted = x.double()
+    for row in (slots >= 0).nonzero().flatten().tolist():
+        slot = slots[row]
+        wanted[row] += b[slot].double() @ (a_before[slot].double() @ inputs[row].double())
+    assert torch.equal(total[1], x[1])
+    bound = 8e-3 if dtype == torch.bfloat16 else 1e-3
+    assert float((total.double() - wanted).norm() / wanted.norm()) < bound
+    wide = total.double()
+    wanted = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5) * weight.double()
+    assert float((y.double() - wanted).norm() / wanted.norm()) < bound
+    assert inner.shape == (int(parts > 0), 5, inner.shape[2])
+    if a is None:
+        return
+    for row in (slots >= 0).nonzero().flatten().tolist():
+        wanted = a[slots[row]].double() @ y[row].double()
+        assert torch.allclose(inner[0, row].double(), wanted, rtol=1e-4, atol=1e-3)

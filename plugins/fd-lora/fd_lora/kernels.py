@@ -23,7 +23,17 @@ A device may have, too, for plain weights [N, K] that no cell prepares:
         epilogue, x, norm_weight, eps, weight, bias, residual, a, b, ends, slots) -> y
 
 linear, norm_linear, linear_add (epilogue "add") or gated_linear ("gated": ends [N / 2, N]) with
-what lora adds to the product, before the activation.
+what lora adds to the product, before the activation. And, to have the norm after a product onto
+the residual add what adapters add to that product, in operations that stand in for the norm:
+
+    deferring_add(x, weight, bias, residual, a, b) -> y, or None
+    deferred_product(
+        epilogue, x, deferred, norm_weight, eps, weight, bias, a, b, ends, slots) -> (y, total)
+    deferred_norm(x, deferred, norm_weight, eps, slots) -> (normed, total)
+
+The first is linear_add without what adapters add, or None where they should add it at once, with
+adapted_product. The others are adapted_product and rms_norm of total: x with b[s] (a[s] inputs)
+added, `deferred` being the inputs, a and b of that product. x may be overwritten.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,11 +71,13 @@ class WatchedKernels:
 
     def __init__(self, kernels: KernelTable, rows: StepRows) -> None:
         self._kernels, self._rows = kernels, rows
-        self._select = kernels["select_rows"]
+        self._select, self._add_norm = kernels["select_rows"], kernels["add_rms_norm"]
 
     def __getitem__(self, operation: str) -> Callable[..., Any]:
         """The kernel for the operation."""
-        return self._select_rows if operation == "select_rows" else self._kernels[operation]
+        if operation == "select_rows":
+            return self._select_rows
+        return self._add_rms_norm if operation == "add_rms_norm" else self._kernels[operation]
 
     def __contains__(self, operation: object) -> bool:
         return operation in self._kernels
@@ -82,10 +85,55 @@ class WatchedKernels:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
 
-    def _select_rows(self, x: Tensor, index: Tensor) -> Tensor:
+    def behind(self, operation: str, before: str) -> Callable[..., Any] | None:
+        """As the table says; a norm takes a deferred addend by itself."""
+        kernel = self._kernels.behind(operation, before)
+        if kernel is None or before != "add_rms_norm":
+            return kernel
+
+        def after_norm(x: Tensor, residual: Any, norm: Tensor, eps: float, weight: Any) -> Any:
+            if isinstance(residual, Deferred):
+                return self._add_rms_norm(x, residual, norm, eps)
+            return kernel(x, residual, norm, eps, weight)
+
+        return after_norm
+
+    def _select_rows(self, x: Any, index: Tensor) -> Any:
         self._rows.choose(index)
-        chosen: Tensor = self._select(x, index)
-        return chosen
+        if isinstance(x, Deferred):
+            return replace(x, x=self._select(x.x, index))
+        return self._select(x, index)
+
+    def _add_rms_norm(
+        self, x: Tensor, residual: Any, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        both: tuple[Tensor, Tensor]
+        if isinstance(residual, Deferred):
+            both = self._kernels["deferred_norm"](
+                x, residual.operands, weight, eps, self._rows.slots
+            )
+        else:
+            both = self._add_norm(x, residual, weight, eps)
+        return both
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """An addend of the residual stream that is not computed yet: what adapters add to a product
+    onto the residual. The norm that reads the sum computes it."""
+
+    x: Tensor  # the product's input
+    layer: AdaptedLinear
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The input, a and b, as kernels take them."""
+        slots = self.layer.slots
+        return self.x, slots.a, slots.b
+
+    def __radd__(self, total: Tensor) -> Tensor:
+        """total + this, for those who read the sum without a norm."""
+        return self.layer(total.clone(), self.x)
 
 
 class AdaptedLinear:
@@ -98,7 +146,7 @@ class AdaptedLinear:
         slots: Slots,
         ends: tuple[int, ...],
     ) -> None:
-        self._rows, self._kernels, self._slots, self._ends = rows, kernels, slots, ends
+        self._rows, self._kernels, self.slots, self._ends = rows, kernels, slots, ends
         self._kernel = kernels["lora"]
 
     def __call__(
@@ -111,18 +159,47 @@ class AdaptedLinear:
             return y
         return self._kernel(y, x, norm_weight, eps, *self._adapters(x))
 
-    def products(self) -> tuple[Callable[..., Tensor], ...]:
+    def products(self, *, feeds_norm: bool) -> tuple[Callable[..., Any], ...]:
         """linear, norm_linear, gated_linear and linear_add of the kernel table with what adapters
-        add, for a weight that is prepared for "linear"."""
-        product = self._product
+        add, for a weight that is prepared for "linear". The two after a norm may be given a
+        residual that `takes` is true of, and return (y, x + residual) then. The last one returns
+        two addends, as Linear.add_to; feeds_norm: a norm reads their sum."""
 
         def linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-            return product("plain", x, None, 0.0, weight, bias)
+            return self._product("plain", x, None, 0.0, weight, bias)
 
-        def linear_add(x: Tensor, weight: Any, bias: Tensor | None, residual: Tensor) -> Tensor:
-            return product("add", x, None, 0.0, weight, bias, residual)
+        def linear_add(
+            x: Tensor, weight: Any, bias: Tensor | None, residual: Tensor
+        ) -> tuple[Tensor, Deferred | None]:
+            kernels = self._kernels
+            if feeds_norm and "deferring_add" in kernels and not self._rows.is_idle:
+                a, b, _, _ = self._adapters(x)
+                y = kernels["deferring_add"](x, weight, bias, residual, a, b)
+                if y is not None:
+                    return y, Deferred(x, self)
+            return self._product("add", x, None, 0.0, weight, bias, residual), None
 
-        return linear, partial(product, "plain"), partial(product, "gated"), linear_add
+        norm_linear, gated_linear = (partial(self._after_norm, e) for e in ("plain", "gated"))
+        return linear, norm_linear, gated_linear, linear_add
+
+    def takes(self, residual: Any) -> bool:
+        """Whether products after a norm may be given it."""
+        return isinstance(residual, Deferred)
+
+    def _after_norm(
+        self,
+        epilogue: str,
+        x: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        weight: Any,
+        bias: Tensor | None,
+        residual: Deferred | None = None,
+    ) -> Any:
+        if residual is None:
+            return self._product(epilogue, x, norm, eps, weight, bias)
+        kernel, deferred = self._kernels["deferred_product"], residual.operands
+        return kernel(epilogue, x, deferred, norm, eps, weight, bias, *self._adapters(x))
 
     def _product(
         self,
@@ -152,7 +229,7 @@ class AdaptedLinear:
 
     def _adapters(self, x: Tensor) -> tuple[Any, ...]:
         """a, b, ends and slots, as the kernels take them."""
-        rows, slots = self._rows, self._slots
+        rows, slots = self._rows, self.slots
         if rows.slots.shape[0] != x.shape[0]:
             raise WorkerError(
                 f"a layer with adapters was given {x.shape[0]} rows in a step of "

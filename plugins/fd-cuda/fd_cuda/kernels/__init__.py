@@ -35,7 +35,7 @@ _MODULES: Final = {
     "experts": ("moe_experts",),
     "sampling": ("greedy", "sample", "apply_penalties", "apply_bitmask", "log_softmax"),
     "filtering": ("filter_logits",),
-    "lora": ("lora", "adapted_product"),
+    "lora": ("lora", "adapted_product", "deferring_add", "deferred_product", "deferred_norm"),
     "expert_lora": ("lora_experts",),
     "gates": ("gated_norm", "add_gated", "regroup"),  # which fd-models defines
 }

@@ -220,6 +220,7 @@ def _specialization(
         "SPLIT": plan.split,
         "RESIDENT": int(share <= plan.stages),
         "EVEN": int(outputs % 4 == 0),
+        "DEFERRING": int(plan.is_deferring),
     }
     more = {} if adapters is None else adapted.defines(adapters)
     return "gemm", {**defines, **sizes, **more}

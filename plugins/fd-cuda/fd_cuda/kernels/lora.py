@@ -6,7 +6,9 @@ or a program takes one adapter and a share of the inputs, for all of the layer's
 that x is read once. The product's kernel adds B A x where the weight is plain and rows are few
 (native/gemm.cu), else a second launch: of few rows a program takes one adapter and a tile of
 outputs; for many rows see adapted_rows.py.
-Sums are added in one order, so a row does not depend on the others.
+Sums are added in one order, so a row does not depend on the others. What adapters add to a product
+onto the residual of few rows may be left to the norm after it, which computes it while the product
+runs.
 
 Rows are not sorted: of few rows a program finds those that have its adapter, of many it takes a
 tile and leaves out the others. It ends at once where there are none. So nothing that was captured
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -28,7 +30,7 @@ from .adapted import Adapters, Shape
 from .adapted_rows import Sums, even, finish, product, sums_of, tiles_of
 from .common import batch_invariant, cdiv, join_chain, options, pad2
 from .norm import rms_norm, silu_and_mul
-from .row_sums import row_sums, splits_of_rows
+from .row_sums import can_defer, deferred_sums, row_sums, splits_of_rows
 
 FEW = 256  # rows among which a program looks for its own
 MOST_SPLITS = 16  # parts of the inputs
@@ -224,6 +226,68 @@ def adapted_product(
         y = linear.linear(x, weight, bias)
     y = lora(y, x, norm_weight, eps, a, b, ends, slots)
     return silu_and_mul(y) if epilogue == "gated" else y
+
+
+def deferring_add(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+) -> torch.Tensor | None:
+    """residual + x times weight, for a norm that adds what adapters add; None where they had better
+    add it at once."""
+    _, width, rank = b.shape
+    if a.shape[1] != rank or not can_defer(x.shape[0], rank, width, x.shape[1]):
+        return None  # a product of several parts, or one that row_sums.py does not finish
+    shape = Shape(1, rank, (width,), 1)
+    plan = linear.plan_with_adapters("add", x, weight, shape, has_norm=False)
+    if plan is None:
+        return None
+    plan = replace(plan, is_deferring=True)
+    residual = residual if residual.is_contiguous() else residual.contiguous()
+    return linear.compute(plan, "add", x, None, 0.0, weight, bias, residual)
+
+
+def deferred_product(
+    epilogue: str,
+    x: torch.Tensor,
+    deferred: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    ends: Sequence[int],
+    slots: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """adapted_product of rms_norm(total), and total: x with what deferring_add left out."""
+    num_rows, (num_slots, ranks, depth), rank = x.shape[0], a.shape, b.shape[2]
+    shape = Shape(num_slots, rank, tuple(ends), splits_of_rows(num_rows, ranks, rank, depth))
+    plan = None
+    if shape.splits == 1:
+        plan = linear.plan_with_adapters(epilogue, x, weight, shape, has_norm=True)
+    if plan is None:
+        normed, total = deferred_norm(x, deferred, norm_weight, eps, slots)
+        more = (a, b, ends, slots)
+        return adapted_product(epilogue, normed, None, 0.0, weight, bias, None, *more), total
+    normed, inner, total = deferred_sums(x, deferred, norm_weight, eps, a, slots)
+    adapters = Adapters(b, shape.ends, slots, inner)
+    return linear.compute(plan, epilogue, normed, None, 0.0, weight, bias, None, adapters), total
+
+
+def deferred_norm(
+    x: torch.Tensor,
+    deferred: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    norm_weight: torch.Tensor,
+    eps: float,
+    slots: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rms_norm(total), and total as of deferred_product."""
+    normed, _, total = deferred_sums(x, deferred, norm_weight, eps, None, slots)
+    return normed, total
 
 
 def _of_few(

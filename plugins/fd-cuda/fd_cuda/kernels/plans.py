@@ -14,7 +14,7 @@ import json
 import logging
 import re
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -64,6 +64,8 @@ class Plan:
     columns: int = 128  # BN
     stages: int = 4
     split: int = 1
+    # gemm: lets the next kernel start only when x is there, which that one reads.
+    is_deferring: bool = field(default=False, kw_only=True)
 
     def __str__(self) -> str:
         if self.kind == "gemv":

@@ -9,7 +9,8 @@
 // Loops stay loops: a block goes through most of this code once, and it was slower unrolled (NOTES.md).
 // GATED: the first half of a tile are gate rows, the second the up rows that belong to them.
 // A row of x comes out the same whatever M is.
-// LORA: with what adapters add to each row, see adapted.cuh.
+// LORA: with what adapters add to each row, see adapted.cuh. DEFERRING: without it, for a norm that reads x as soon as
+// it starts, see row_sums.cu.
 
 #include "common.cuh"
 #include "cluster.cuh"
@@ -166,8 +167,13 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
 #endif
 #pragma unroll 1
   for (int s = 0; s < min(ASKED, count); s++) ask_for_weights(p, base + s * STAGE, s * BK);
+#if DEFERRING
+  wait_for_previous();
+  let_next_start();
+#else
   let_next_start();
   wait_for_previous();
+#endif
 #if LORA
   Inner inner;
   inner.ask(adapters, first_column, first_row, M);
