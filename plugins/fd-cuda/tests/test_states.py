@@ -58,7 +58,10 @@ class TestWidestStates(TestStates):
 
     @pytest.fixture(params=WIDEST, ids=str)
     def spec(self, request: pytest.FixtureRequest, dtype: str) -> StateSpec:
-        return replace(request.param, dtype=dtype)
+        spec = replace(request.param, dtype=dtype)
+        if (spec.kind, dtype) == ("channel_delta", "float32"):
+            pytest.skip("no card has the shared memory, and the driver declines it")
+        return spec
 
 
 @pytest.mark.parametrize("spec", state_steps.SPECS, ids=str)
@@ -137,6 +140,11 @@ def test_inverses_of_chunks_are_exact_where_keys_repeat(repeats: bool) -> None:
         ({"kind": "space"}, ""),
         ({"kind": "short_conv"}, ""),
         ({"key_dim": 512}, "states 512 wide; at most 256"),
+        ({"kind": "channel_delta", "dtype": "bfloat16", "key_dim": 256}, ""),
+        (
+            {"kind": "channel_delta", "dtype": "float32", "key_dim": 256},
+            "states 256 wide; at most 128",
+        ),
         ({"conv_width": 32}, "convolutions over 32 tokens; at most 17"),
         ({"state_dtype": "float64"}, "dtype float64; possible: float32"),
     ],

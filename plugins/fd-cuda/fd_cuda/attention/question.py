@@ -39,8 +39,10 @@ def why_not_state(question: StateQuestion) -> str:
         return reason
     if spec.conv_width > MAX_CONV_WIDTH:
         return f"convolutions over {spec.conv_width} tokens; at most {MAX_CONV_WIDTH}"
-    widest = max(spec.key_dim, spec.value_dim)
-    return f"states {widest} wide; at most {MAX_STATE_DIM}" if widest > MAX_STATE_DIM else ""
+    widest, most = max(spec.key_dim, spec.value_dim), MAX_STATE_DIM
+    if (spec.kind, spec.dtype) == ("channel_delta", "float32"):
+        most = MAX_STATE_DIM // 2  # of 256 a chunk takes more shared memory than a card has
+    return f"states {widest} wide; at most {most}" if widest > most else ""
 
 
 def why_not(question: AttentionQuestion) -> str:
