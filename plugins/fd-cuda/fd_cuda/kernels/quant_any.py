@@ -59,7 +59,7 @@ CLAMPED: Final = (
 # Rows an expert to which quant_grouped.cu is faster.
 GROUPED_TO: Final = 64
 # Those to which its blocks of 32 rows are.
-_FEW_EACH: Final = 16
+_FEW_EACH: Final = 12
 # Rows an expert from which MXFP4 is unpacked for the call, for the products of many_rows.py.
 UNPACKED_FROM: Final = 384
 _MOST_UNPACKED: Final = 1 << 30  # numbers of all experts' gates and ups, or downs

@@ -25,8 +25,7 @@ def _gather(
 ):  # fmt: skip
     join_chain(PDL)
     first = tl.program_id(0) * ROWS
-    # Rows that are not there are a block's last.
-    if (tl.load(experts_p + first // BLOCK) >= 0) & (tl.load(slots_p + first) < num_slots):
+    if tl.load(experts_p + first // BLOCK) >= 0:
         rows = first + tl.arange(0, ROWS)
         slots = tl.load(slots_p + rows)
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

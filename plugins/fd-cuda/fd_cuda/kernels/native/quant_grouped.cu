@@ -31,10 +31,10 @@
 #define OUT (MULTIPLIERS * MT * 16 / (1 + PAIRED))
 #define TILE_X (ROWS * 128 * (2 - NUMBERS))
 #define TILE_W (SLABS * 2 * SLAB_BYTES)
-#define STAGE (TILE_X + TILE_W + (FORMAT == MXFP4 ? (SLABS * 64 + 1023) / 1024 * 1024 : 0))
+#define STAGE (TILE_X + TILE_W + (FORMAT == MXFP4 ? SLABS * 64 : 0))
 #define UNITS (MT * (2 - NUMBERS))  // of a step: what a warp unpacks at a time, 64 inputs of a slab, or as NUMBERS 128
 #define STEP_INPUTS 128
-#define SYNC (FORMAT == MXFP4 && ROWS == 32)
+#define SYNC (FORMAT == MXFP4 && ROWS == 32)  // few rows by mma.sync: sums are the same, bit for bit, and take less time
 
 #if INTEGERS
 typedef int Sum;
@@ -88,32 +88,6 @@ __device__ __forceinline__ void multiply_rows(Sum* d, const u32* a, u64 b) {
 
 // END OF INSTRUCTIONS
 
-// A unit times `rows` rows, whose 64 inputs are in shared memory from `x` on. SYNC: by mma.sync, which takes less time for
-// few rows, with the same sums bit for bit.
-template <int rows>
-__device__ __forceinline__ void multiply_unit(Sum* d, const u32 (*a)[4], u32 x, int lane) {
-#if SYNC
-#pragma unroll
-  for (int s = 0; s < 4; s += 2) {
-    const u32 own = x + (lane & 7) * 128 + ((s * 2 + (lane >> 3) ^ lane & 7) << 4);
-#pragma unroll
-    for (int n = 0; n < rows / 8; n++) {
-      u32 b[4];
-      load_matrices(b, own + n * 1024);
-      float(&sums)[4] = *(float(*)[4])(d + n * 4);
-      multiply(sums, a[s][0], a[s][1], a[s][2], a[s][3], b[0], b[1]);
-      multiply(sums, a[s + 1][0], a[s + 1][1], a[s + 1][2], a[s + 1][3], b[2], b[3]);
-    }
-  }
-#else
-  begin_products();
-#pragma unroll
-  for (int s = 0; s < 4; s++) multiply_rows<rows>(d, a[s], descriptor(x) + s * 2);
-  end_products();
-  await_products<1>();  // those of the unit before: its operands are free
-#endif
-}
-
 struct Problem {
   const u32* groups;
   const float *scales, *x_scales;
@@ -164,11 +138,7 @@ __device__ __forceinline__ int first_slab(const Problem& of, const Tile& tile, i
 
 // Where the outputs of a warp's mth sixteen begin.
 __device__ __forceinline__ int outputs_of(const Problem& of, const Tile& tile, int m, int warp) {
-#if PAIRED
   return first_slab(of, tile, m / (MT / 2)) * SLAB_OUTPUTS + (m % (MT / 2) * MULTIPLIERS + warp) * 16;
-#else
-  return tile.nth * OUT + (m * MULTIPLIERS + warp) * 16;
-#endif
 }
 
 // What one warp does. Its lanes stay together; one of them asks.
@@ -256,21 +226,22 @@ __device__ __forceinline__ void hold(Held& held, const unsigned char* stage, int
 
 // Sign and magnitude of a pair of numbers stand where those of bfloat16 are: they are 2^-126 of what they should be. A
 // product puts a number there twice, once for its sign and once for its magnitude, as logic and shifts are what binds.
-__device__ __forceinline__ void unpack_unit(u32 (*a)[4], const Held& held, int n) {
+__device__ __forceinline__ void unpack_word(u32 (*a)[4], const Held& held, int nth) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
+    const uint4& all = held.row[i];
+    const u32 word = nth == 0 ? all.x : nth == 1 ? all.y : nth == 2 ? all.z : all.w;
 #pragma unroll
-    for (int v = 0; v < 2; v++) {
-      const uint4& all = held.row[i];
-      const u32 word = n % 2 ? (v ? all.w : all.z) : (v ? all.y : all.x);
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        const u32 pair = (k < 2 ? word : word >> 8) & (0x000f000fu << k % 2 * 4);
-        const u32 bits = pair * (0x1040u >> k % 2 * 4) & 0x81c081c0u;
-        a[v * 2 + k / 2][k % 2 * 2 + i] = fma2(bits, held.power[i], 0x80008000u);
-      }
+    for (int k = 0; k < 4; k++) {
+      const u32 pair = (k < 2 ? word : word >> 8) & (0x000f000fu << k % 2 * 4);
+      const u32 bits = pair * (0x1040u >> k % 2 * 4) & 0x81c081c0u;
+      a[k / 2][k % 2 * 2 + i] = fma2(bits, held.power[i], 0x80008000u);
     }
   }
+}
+
+__device__ __forceinline__ void unpack_unit(u32 (*a)[4], const Held& held, int n) {
+  unpack_word(a, held, n % 2 * 2), unpack_word(a + 2, held, n % 2 * 2 + 1);
 }
 #elif FORMAT == TRELLIS
 // A lane has one word of one strand of every turn of 32 inputs, two outputs by four times two inputs: of the sixteen outputs
@@ -358,6 +329,38 @@ __device__ __forceinline__ void unpack_unit(u32 (*a)[4], const Held& held, int) 
 #endif
 
 // Sums of a warp's slabs, as wgmma gives them, times `rows` rows.
+#if SYNC
+template <int rows>
+__device__ __forceinline__ void add_up(Sum (&sum)[MT][ROWS / 2], const Problem& of, const Tile& tile, const Ring& ring,
+                                       Place& at, int warp, int lane) {
+  for (int step = 0; step < of.steps(); step++, advance<STAGES>(at)) {
+    Held held[MT];
+    await_phase(ring.full + 8 * at.stage, at.parity);
+#pragma unroll
+    for (int m = 0; m < MT; m++) hold(held[m], ring.tiles + at.stage * STAGE, m * 2, warp, lane);
+#pragma unroll
+    for (int nth = 0; nth < 4; nth++) {  // 32 inputs
+      u32 b[rows / 8][4];
+      const u32 own = ring.base + at.stage * STAGE + nth / 2 * ROWS * 128 + (lane & 7) * 128;
+#pragma unroll
+      for (int n = 0; n < rows / 8; n++)
+        load_matrices(b[n], own + n * 1024 + ((nth % 2 * 4 + (lane >> 3) ^ lane & 7) << 4));
+#pragma unroll
+      for (int m = 0; m < MT; m++) {
+        u32 a[2][4];
+        unpack_word(a, held[m], nth);
+#pragma unroll
+        for (int s = 0; s < 2; s++)
+#pragma unroll
+          for (int n = 0; n < rows / 8; n++)
+            multiply(*(float(*)[4])(sum[m] + n * 4), a[s][0], a[s][1], a[s][2], a[s][3], b[n][s * 2], b[n][s * 2 + 1]);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) arrive_at(ring.empty + 8 * at.stage);
+  }
+}
+#else
 template <int rows>
 __device__ __forceinline__ void add_up(Sum (&sum)[MT][ROWS / 2], const Problem& of, const Tile& tile, const Ring& ring,
                                        Place& at, int warp, int lane) {
@@ -390,15 +393,19 @@ __device__ __forceinline__ void add_up(Sum (&sum)[MT][ROWS / 2], const Problem& 
   int last = 0;
   for (int step = 0; step < steps; step++) {
     const int stage = at.stage;
-    const u32 tile_x = ring.base + stage * STAGE;
+    const u64 tile_x = descriptor(ring.base + stage * STAGE);
     advance<STAGES>(at);
 #pragma unroll
     for (int n = 0; n < UNITS; n++) {
       const int m = n / (UNITS / MT), half = n % (UNITS / MT), next = (n + 1) % UNITS, after = (n + 2) % UNITS;
       const bool is_last = step + 1 == steps;
-      multiply_unit<rows>(sum[m], a[n % 2], tile_x + half * ROWS * 128, lane);
+      begin_products();
+#pragma unroll
+      for (int s = 0; s < 4; s++) multiply_rows<rows>(sum[m], a[n % 2][s], tile_x + half * (ROWS * 8) + s * 2);
+      end_products();
+      await_products<1>();  // those of the unit before: its operands are free
       if (n == 0 && step > 0 && lane == 0) arrive_at(ring.empty + 8 * last);
-      if (SYNC || next || !is_last) unpack_unit(a[(n + 1) % 2], held, next);
+      if (next || !is_last) unpack_unit(a[(n + 1) % 2], held, next);
       if (n + 2 < UNITS) {
         take(step, stage, after);
       } else if (!is_last) {
@@ -411,6 +418,7 @@ __device__ __forceinline__ void add_up(Sum (&sum)[MT][ROWS / 2], const Problem& 
   await_products<0>();
   if (lane == 0) arrive_at(ring.empty + 8 * last);
 }
+#endif
 
 // Sixteen outputs of all rows, from `column` on, through a piece of shared memory that is the warp's own.
 template <class Values>
@@ -569,7 +577,7 @@ quant_grouped(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     if (warp == MULTIPLIERS) feed(x, w, of, ring, lane);
     return;
   }
-  take_registers<GROUPS == 2 ? 232 : 152>();
+  take_registers<232>();
   unsigned char* stage = memory + (base - full) + STAGES * STAGE + warp * ROWS * 32;
   Place at = {0, 0};
   Tile next = tile_of(of, blockIdx.x, lane);
