@@ -58,6 +58,8 @@ CLAMPED: Final = (
 )
 # Rows an expert to which quant_grouped.cu is faster.
 GROUPED_TO: Final = 64
+# Those to which its blocks of 32 rows are.
+_FEW_EACH: Final = 12
 # Rows an expert from which MXFP4 is unpacked for the call, for the products of many_rows.py.
 UNPACKED_FROM: Final = 384
 _MOST_UNPACKED: Final = 1 << 30  # numbers of all experts' gates and ups, or downs
@@ -206,8 +208,8 @@ def moe_experts_clamped(
         return torch.empty_like(x)
     each, clamp, is_free = slots / num_experts, (alpha, limit), not batch_invariant()
     if is_free and is_whole(gate_up) and is_whole(down):
-        if 1 < tokens and each <= GROUPED_TO and _is_grouped(x, gate_up, down):
-            shape = quant_grouped.grouped_shape(MXFP4)
+        if each <= GROUPED_TO and _is_grouped(x, gate_up, down):
+            shape = quant_grouped.grouped_shape(MXFP4, 32 if each <= _FEW_EACH else 64)
             order = order_by_expert(topk_ids, num_experts, shape.rows)
             own = (gate_up, gate_up_bias), (down, down_bias)
             y = quant_grouped.clamped_experts(shape, x, order, slots, top_k, *own, clamp)

@@ -170,8 +170,9 @@ def clamped_experts(
 
 def grouped_shape(kind: int, rows: int = 64, *, rounds: bool = False) -> Grouped:
     """With as many steps ahead, to eight, as there is shared memory for. `rounds`: activations are
-    int8. Blocks of 32 rows leave registers for four slabs a warp: fewer tiles read each row."""
-    held = 4 if rows == 32 else 2
+    int8. Blocks of 32 rows leave registers for four slabs a warp: fewer tiles read each row. Those
+    of MXFP4 are multiplied by mma.sync."""
+    held = 4 if rows == 32 and kind != MXFP4 else 2
     shapes = (Grouped(rows, 2, stages, held) for stages in range(8, 2, -1))
     fits = (s for s in shapes if grouped_shared(s, kind, is_int8=rounds) <= MOST_DYNAMIC)
     return next(fits)

@@ -34,6 +34,13 @@ __device__ __forceinline__ float load_once(const float* p) {
   return v;
 }
 
+// ldmatrix: lane 8 i + j has the address of row j of matrix i, and gets elements (lane / 4, 2 (lane % 4)) and the next of
+// each.
+__device__ __forceinline__ void load_matrices(u32* b, u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
+}
+
 // An address stays in a register: the compiler would make it anew, of all that it is made of, at every use.
 template <class T>
 __device__ __forceinline__ void keep(T*& address) { asm volatile("" : "+l"(address)); }

@@ -34,6 +34,7 @@
 #define STAGE (TILE_X + TILE_W + (FORMAT == MXFP4 ? SLABS * 64 : 0))
 #define UNITS (MT * (2 - NUMBERS))  // of a step: what a warp unpacks at a time, 64 inputs of a slab, or as NUMBERS 128
 #define STEP_INPUTS 128
+#define SYNC (FORMAT == MXFP4 && ROWS == 32)  // few rows by mma.sync: sums are the same, bit for bit, and take less time
 
 #if INTEGERS
 typedef int Sum;
@@ -223,22 +224,24 @@ __device__ __forceinline__ void hold(Held& held, const unsigned char* stage, int
   }
 }
 
-// Sign and magnitude of a pair of numbers stand where those of bfloat16 are: they are 2^-126 of what they should be.
-__device__ __forceinline__ void unpack_unit(u32 (*a)[4], const Held& held, int n) {
+// Sign and magnitude of a pair of numbers stand where those of bfloat16 are: they are 2^-126 of what they should be. A
+// product puts a number there twice, once for its sign and once for its magnitude, as logic and shifts are what binds.
+__device__ __forceinline__ void unpack_word(u32 (*a)[4], const Held& held, int nth) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
+    const uint4& all = held.row[i];
+    const u32 word = nth == 0 ? all.x : nth == 1 ? all.y : nth == 2 ? all.z : all.w;
 #pragma unroll
-    for (int v = 0; v < 2; v++) {
-      const uint4& all = held.row[i];
-      const u32 word = n % 2 ? (v ? all.w : all.z) : (v ? all.y : all.x);
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        const u32 size = (k < 2 ? word << (6 - 4 * k) : word >> (4 * k - 6)) & 0x01c001c0u;
-        const u32 bits = masked_or(word << (12 - 4 * k), 0x80008000u, size);
-        a[v * 2 + k / 2][k % 2 * 2 + i] = fma2(bits, held.power[i], 0x80008000u);
-      }
+    for (int k = 0; k < 4; k++) {
+      const u32 pair = (k < 2 ? word : word >> 8) & (0x000f000fu << k % 2 * 4);
+      const u32 bits = pair * (0x1040u >> k % 2 * 4) & 0x81c081c0u;
+      a[k / 2][k % 2 * 2 + i] = fma2(bits, held.power[i], 0x80008000u);
     }
   }
+}
+
+__device__ __forceinline__ void unpack_unit(u32 (*a)[4], const Held& held, int n) {
+  unpack_word(a, held, n % 2 * 2), unpack_word(a + 2, held, n % 2 * 2 + 1);
 }
 #elif FORMAT == TRELLIS
 // A lane has one word of one strand of every turn of 32 inputs, two outputs by four times two inputs: of the sixteen outputs
@@ -326,6 +329,38 @@ __device__ __forceinline__ void unpack_unit(u32 (*a)[4], const Held& held, int) 
 #endif
 
 // Sums of a warp's slabs, as wgmma gives them, times `rows` rows.
+#if SYNC
+template <int rows>
+__device__ __forceinline__ void add_up(Sum (&sum)[MT][ROWS / 2], const Problem& of, const Tile& tile, const Ring& ring,
+                                       Place& at, int warp, int lane) {
+  for (int step = 0; step < of.steps(); step++, advance<STAGES>(at)) {
+    Held held[MT];
+    await_phase(ring.full + 8 * at.stage, at.parity);
+#pragma unroll
+    for (int m = 0; m < MT; m++) hold(held[m], ring.tiles + at.stage * STAGE, m * 2, warp, lane);
+#pragma unroll
+    for (int nth = 0; nth < 4; nth++) {  // 32 inputs
+      u32 b[rows / 8][4];
+      const u32 own = ring.base + at.stage * STAGE + nth / 2 * ROWS * 128 + (lane & 7) * 128;
+#pragma unroll
+      for (int n = 0; n < rows / 8; n++)
+        load_matrices(b[n], own + n * 1024 + ((nth % 2 * 4 + (lane >> 3) ^ lane & 7) << 4));
+#pragma unroll
+      for (int m = 0; m < MT; m++) {
+        u32 a[2][4];
+        unpack_word(a, held[m], nth);
+#pragma unroll
+        for (int s = 0; s < 2; s++)
+#pragma unroll
+          for (int n = 0; n < rows / 8; n++)
+            multiply(*(float(*)[4])(sum[m] + n * 4), a[s][0], a[s][1], a[s][2], a[s][3], b[n][s * 2], b[n][s * 2 + 1]);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) arrive_at(ring.empty + 8 * at.stage);
+  }
+}
+#else
 template <int rows>
 __device__ __forceinline__ void add_up(Sum (&sum)[MT][ROWS / 2], const Problem& of, const Tile& tile, const Ring& ring,
                                        Place& at, int warp, int lane) {
@@ -383,6 +418,7 @@ __device__ __forceinline__ void add_up(Sum (&sum)[MT][ROWS / 2], const Problem& 
   await_products<0>();
   if (lane == 0) arrive_at(ring.empty + 8 * last);
 }
+#endif
 
 // Sixteen outputs of all rows, from `column` on, through a piece of shared memory that is the warp's own.
 template <class Values>
