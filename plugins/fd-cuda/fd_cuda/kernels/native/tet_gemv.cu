@@ -5,7 +5,7 @@
 // A lane loads four words of a strand, 8 outputs by 8 inputs, and borrows the word before from a neighbour. A block
 // computes TILES times 64 outputs of up to eight rows, PAIRED: 64 and those that belong to these gates; its WARPS warps take
 // turns of 32 inputs. x is int8, four numbers for two inputs (tet_rotate.cu), every lane copies what it will read itself. Row n of
-// blockIdx.y is row slots[n] / divisor of x and row slots[n] of y, or with `ids` every block has one.
+// blockIdx.y is row slots[n] / divisor of x and row slots[n] of y.
 // Sums are whole numbers: their order does not matter.
 
 #include "common.cuh"
@@ -30,15 +30,15 @@ __device__ __forceinline__ void await_turn() {
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* __restrict__ w,
-         const float* __restrict__ scales, u16* y, const int* slots, const int* experts, const long long* ids, int M,
-         int N, int tiles, int divisor) {
+         const float* __restrict__ scales, u16* y, const int* slots, const int* experts, int M, int N, int tiles,
+         int divisor) {
   extern __shared__ __align__(128) unsigned char memory[];  // inputs, then parts of sums
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, j = lane & 3;
   const int tile = blockIdx.x;
   let_next_start();
-  wait_for_previous();
-  const int expert = ids != nullptr ? (int)ids[blockIdx.y] : experts[blockIdx.y];
-  if (expert < 0) return;
+  // Weights are asked for while the kernel before rotates x: it starts this one when all before it have ended.
+  const int expert = experts[blockIdx.y];
+  if (expert < 0) return leave_chain();
   w += (u64)expert * tiles * TURNS * 32;
   scales += (u64)expert * tiles * 64;
   const uint4* from[MT];
@@ -54,8 +54,9 @@ tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* 
       for (int m = 0; m < MT; m++) held[i][m] = load_once(from[m] + i * WARPS * 32);
     }
 
-  const int own = slot_of(g, slots, ids, M);
+  const int own = slots[blockIdx.y * COLUMNS + g];
   const bool is_there = own < M;
+  wait_for_previous();
   const uint4* x_from = x + (is_there ? (u32)(own / divisor) * TURNS * 4 + warp * 4 + j : 0);
   uint4* ring = (uint4*)memory + warp * AHEAD * 32 + lane;
 #pragma unroll
@@ -102,6 +103,10 @@ tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* 
     x_from += AHEAD * WARPS * 4;
   }
 
+  static_assert(WARPS * 32 % OUT == 0, "a thread finishes numbers of one output");
+  const int column = tile * OUT + thread % OUT, width = N / (1 + PAIRED);
+  const float own_scale = load_once(scales + column);
+  const float other_scale = PAIRED ? load_once(scales + column + width) : 0.f;
   __syncthreads();  // sums stand where x was
   int* part = (int*)memory + warp * MT * 64 * PITCH;
 #pragma unroll
@@ -113,18 +118,16 @@ tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* 
         part[(m * 64 + g * 8 + n * 2 + (e >> 1)) * PITCH + j * 2 + (e & 1)] = sum[m][n][e];
   __syncthreads();
 
-  const int width = N / (1 + PAIRED);
   for (int e = thread; e < COLUMNS * OUT; e += WARPS * 32) {
-    const int c = e % OUT, n = e / OUT, column = tile * OUT + c;
-    const int at = slot_of(n, slots, ids, M);
-    if (at >= M) continue;
-    const int* line = (const int*)memory + c * PITCH + n;
+    const int n = e / OUT, at = slots[blockIdx.y * COLUMNS + n];
+    if (at >= M) return;  // rows that are there come first
+    const int* line = (const int*)memory + e % OUT * PITCH + n;
     const int row = at / divisor;
     const float offset = 127.5f * x_sums[row], x_scale = x_scales[row];
-    float value = (of_all_warps(line, MT * 64 * PITCH) - offset) * (scales[column] * x_scale);
+    float value = (of_all_warps(line, MT * 64 * PITCH) - offset) * (own_scale * x_scale);
     if (PAIRED) {
       const int other = of_all_warps(line + 64 * PITCH, MT * 64 * PITCH);
-      value = silu(value) * ((other - offset) * (scales[column + width] * x_scale));
+      value = silu(value) * ((other - offset) * (other_scale * x_scale));
     }
     y[(u64)at * width + column] = narrow(value);
   }

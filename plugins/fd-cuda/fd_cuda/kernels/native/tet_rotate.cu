@@ -11,10 +11,10 @@ tet_rotate(const u16* x, long long x_stride, const signed char* __restrict__ sig
            float* x_scales, int* x_sums, float norm, float spread, const int* places, int copies) {
   extern __shared__ __align__(128) unsigned char memory[];
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-  let_next_start();
   Rotation rotation;
   rotation.prepare(signs, warp, lane);
   wait_for_previous();
+  let_next_start();  // products with experts read these, which an earlier kernel chose, without waiting for this one
   const int row = PLACED && copies == 0 ? places[blockIdx.x] : (int)blockIdx.x;
   if (row < 0) return;
   float y[OWN_COLUMNS][BANDS][4];
