@@ -112,6 +112,10 @@ inline float __frcp_rn(float x) { return __fdiv_rn(1.f, x); }
 inline int __float2int_rn(float x) { return (int)std::nearbyint(x); }
 inline u32 masked_or(u32 v, u32 mask, u32 bits) { return (v & mask) | bits; }
 inline u32 lower_half(u32 v) { return v & 0xffff; }
+inline int signed_dot(u32 a, u32 b, int c) {
+  for (int i = 0; i < 32; i += 8) c += (int)(a >> i & 255) * (signed char)(b >> i);
+  return c;
+}
 inline u32 dot(u32 bytes, u32 factors, int sum) {
   for (int i = 0; i < 4; ++i) sum += (int)(bytes >> 8 * i & 255) * (signed char)(factors >> 8 * i);
   return sum;

@@ -56,11 +56,6 @@ class Trellis:
         words = _exchanged(self.words, _LANES, _STRANDS)
         return replace(self.packed, tensors={**self.packed.tensors, "weight": words})
 
-    @property
-    def norm(self) -> float:
-        """Of the rotation."""
-        return float(self.block**-0.5)
-
 
 def by_lanes(packed: PackedWeight) -> PackedWeight:
     """Sixteen bytes of one strand after the same of the next: what lanes that follow each other
@@ -181,7 +176,7 @@ def _rotate(
         "SINGLE": int(decodes),
     }
     stride = ctypes.c_longlong(x.stride(0))
-    arguments = [x, stride, weight.signs, *outputs, weight.norm, _UNIT, places, copies]
+    arguments = [x, stride, weight.signs, *outputs, _UNIT, places, copies]
     kernel = native.function("tet_rotate", defines)
     threads, shared = _ROTATE_WARPS * 32, _row_bytes(width)
     blocks = rows if copies or places is None else len(places)
@@ -277,7 +272,7 @@ def row_product(
         bias,
         y,
         weight.signs,
-        weight.norm * _UNIT,
+        _UNIT,
         ids,
         packed.out_features,
         weight.tiles,
@@ -323,7 +318,7 @@ def streamed_product(
         packed.out_features,
         ctypes.c_longlong(given[0].stride(0)),
         weight.signs,
-        weight.norm * _UNIT,
+        _UNIT,
         barriers_at,
         inbox_at,
     ]

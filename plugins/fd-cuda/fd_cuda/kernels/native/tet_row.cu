@@ -10,6 +10,7 @@
 #include "rotate.cuh"
 
 #define TURNS (WIDTH / 32)
+#define ROUNDS ((TURNS + WARPS - 1) / WARPS)
 #define OUT (PAIRED ? 64 : 64 * TILES)
 
 // GROUPED: row n is row n / divisor of x and goes to expert ids[n], -1: to none.
@@ -51,28 +52,20 @@ tet_row(const u16* x, long long x_stride, const uint4* __restrict__ w, const flo
   rotation.rotate_rows(x + row / divisor * x_stride, 0, 1, memory, spread, x_scale, x_sum);
 
   int sum[TILES][4][4] = {};
-  const unsigned char* own_x = memory + (lane & 3) * 16;  // all eight rows of a product are this one
+  const unsigned char* own_x = memory + (lane & 3) * 16;
 #pragma unroll 1
-  for (int begin = warp; begin < TURNS; begin += AHEAD * WARPS) {
+  for (int begin = 0; begin < ROUNDS; begin += AHEAD) {
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
-      const int turn = begin + i * WARPS;
-      if (TURNS % (AHEAD * WARPS) && turn >= TURNS) break;
+      const int round = begin + i, turn = warp + round * WARPS;
+      if (ROUNDS % AHEAD && round >= ROUNDS) break;
+      if (TURNS % WARPS && turn >= TURNS) break;
       const uint4 b = *(const uint4*)(own_x + (turn >> 3) * LINE + (turn & 7) * 64);
 #pragma unroll
-      for (int m = 0; m < TILES; m++) {
-        const uint4 v = held[i][m];
-        const u32 words[4] = {v.x, v.y, v.z, v.w};
-        Before before = word_before(v, lane);
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-          u32 p[8];
-          products(before, words[n], p);
-          multiply(sum[m][n], p[0], p[4], p[1], p[5], b.x, b.y);
-          multiply(sum[m][n], p[2], p[6], p[3], p[7], b.z, b.w);
-        }
-      }
-      if (turn + AHEAD * WARPS < TURNS) {
+      for (int m = 0; m < TILES; m++)
+        each_word(held[i][m], lane, [&](int n, const u32* p) { multiply_row(sum[m][n], p, b); });
+      const int next = round + AHEAD;
+      if ((ROUNDS % AHEAD ? next < ROUNDS : begin + AHEAD < ROUNDS) && (TURNS % WARPS == 0 || warp + next * WARPS < TURNS)) {
 #pragma unroll
         for (int m = 0; m < TILES; m++) held[i][m] = load_once(from[m] + (AHEAD + i) * WARPS * 32);
       }
@@ -82,13 +75,13 @@ tet_row(const u16* x, long long x_stride, const uint4* __restrict__ w, const flo
   }
 
   int* const parts = (int*)(memory + ROW_BYTES);
-  if ((lane & 3) == 0) {
 #pragma unroll
-    for (int m = 0; m < TILES; m++)
+  for (int m = 0; m < TILES; m++)
 #pragma unroll
-      for (int n = 0; n < 4; n++)
-        *(uint2*)(parts + (warp * TILES + m) * 64 + g * 8 + n * 2) = make_uint2(sum[m][n][0], sum[m][n][2]);
-  }
+    for (int n = 0; n < 4; n++) {
+      const uint2 both = make_uint2(of_inputs(sum[m][n][0]), of_inputs(sum[m][n][2]));
+      if ((lane & 3) == 0) *(uint2*)(parts + (warp * TILES + m) * 64 + g * 8 + n * 2) = both;
+    }
   __syncthreads();
   if (thread >= OUT) return;
   int total = 0, other = 0;

@@ -23,6 +23,13 @@ __device__ __forceinline__ u32 lower_half(u32 v) {
   return half;
 }
 
+// c + a b: four bytes, those of b with their signs.
+__device__ __forceinline__ int signed_dot(u32 a, u32 b, int c) {
+  int sum;
+  asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+}
+
 // END OF INSTRUCTIONS
 
 // The eight windows that end in a word, times the constant: two outputs by four pairs of inputs. `before`: the word before
@@ -49,4 +56,40 @@ __device__ __forceinline__ void products(Before& before, u32 word, u32* p) {
 __device__ __forceinline__ Before word_before(const uint4& v, int lane) {
   const u32 word = __shfl_sync(~0u, v.w, (lane + 28) & 31);
   return {word, word >> 16};
+}
+
+// use(n, p) with the eight products of each of a lane's words, as above, by instructions that are fewer for four words than for
+// four times one: their windows at odd multiples of four bits are those at even ones of words that are shifted.
+template <class Use>
+__device__ __forceinline__ void each_word(const uint4& v, int lane, const Use& use) {
+  const u32 words[4] = {v.x, v.y, v.z, v.w}, before = word_before(v, lane).word;
+  u32 upper = before >> 16, shifted_upper = __funnelshift_r(before, v.x, 4) >> 16;
+#pragma unroll
+  for (int n = 0; n < 4; n++) {
+    const u32 word = words[n], shifted = n < 3 ? __funnelshift_r(word, words[(n + 1) & 3], 4) : word >> 4;
+    u32 p[8];
+    p[0] = shifted_upper * MULTIPLIER;
+    p[1] = __byte_perm(upper, word, 0x2241) * MULTIPLIER;
+    p[2] = __byte_perm(shifted_upper, shifted, 0x2241) * MULTIPLIER;
+    p[3] = (word & 0xffff) * MULTIPLIER;
+    p[4] = (shifted & 0xffff) * MULTIPLIER;
+    p[5] = __byte_perm(word, 0, 0x4421) * MULTIPLIER;
+    p[6] = __byte_perm(shifted, 0, 0x4421) * MULTIPLIER;
+    upper = word >> 16, shifted_upper = shifted >> 16;
+    p[7] = upper * MULTIPLIER;
+    use(n, p);
+  }
+}
+
+// One row of x instead of eight, by dot products: a matrix product keeps others from being issued for six cycles. A lane's inputs
+// alone; sum[0] and sum[2] belong to two outputs, as they do in a matrix product.
+__device__ __forceinline__ void multiply_row(int* sum, const u32* p, const uint4& b) {
+  sum[0] = signed_dot(p[3], b.w, signed_dot(p[2], b.z, signed_dot(p[1], b.y, signed_dot(p[0], b.x, sum[0]))));
+  sum[2] = signed_dot(p[7], b.w, signed_dot(p[6], b.z, signed_dot(p[5], b.y, signed_dot(p[4], b.x, sum[2]))));
+}
+
+// Lanes' sums of one row to the lane of their outputs that stores them, which has no inputs of another.
+__device__ __forceinline__ int of_inputs(int sum) {
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  return sum + __shfl_xor_sync(~0u, sum, 2);
 }
