@@ -14,6 +14,7 @@ inline u32 fma2(u32 a, u32 b, u32 c) {
   return pack((float)((double)low(a) * low(b) + low(c)), (float)((double)high(a) * high(b) + high(c)));
 }
 inline uint4 load_once(const uint4* p) { return *p; }
+inline void load_inside(uint4& v, const uint4* p, bool inside) { if (inside) v = *p; }
 inline uint2 load_once(const uint2* p) { return *p; }
 inline u32 load_once(const unsigned char* p) { return *p; }
 inline u32 load_once(const u32* p) { return *p; }
@@ -112,10 +113,6 @@ inline float __frcp_rn(float x) { return __fdiv_rn(1.f, x); }
 inline int __float2int_rn(float x) { return (int)std::nearbyint(x); }
 inline u32 masked_or(u32 v, u32 mask, u32 bits) { return (v & mask) | bits; }
 inline u32 lower_half(u32 v) { return v & 0xffff; }
-inline int signed_dot(u32 a, u32 b, int c) {
-  for (int i = 0; i < 32; i += 8) c += (int)(a >> i & 255) * (signed char)(b >> i);
-  return c;
-}
 inline u32 dot(u32 bytes, u32 factors, int sum) {
   for (int i = 0; i < 4; ++i) sum += (int)(bytes >> 8 * i & 255) * (signed char)(factors >> 8 * i);
   return sum;

@@ -128,18 +128,14 @@ def _choose_tile(weight: Trellis, rows: int) -> Tile | None:
 
 def choose_row(weight: Trellis, rows: int, *, paired: bool) -> Row:
     """For so many rows, each of one expert, as measured on an H200."""
-    tiles = 1 if weight.tiles % 2 else 2
     if weight.tiles // 2 * rows < 400:  # few blocks: more warps share one
         return Row(16, 4, 1, 2 if paired else 1)
-    return Row(4, 4, 4, tiles)
+    return Row(4, 4, 4, 2 if paired or weight.tiles % 2 == 0 else 1)
 
 
-def choose_few(weight: Trellis, blocks: int, *, paired: bool) -> Few:
-    """For so many blocks of rows of experts, as measured on an H200."""
-    tiles = 1 if weight.tiles % 2 else 2
-    if paired:
-        return Few(4, 4, 3, 2)
-    return Few(4, 6, 3, tiles) if weight.tiles * blocks > 2000 else Few(4, 4, 4, tiles)
+def choose_few(weight: Trellis, *, paired: bool) -> Few:
+    """For blocks of eight rows of experts, as measured on an H200."""
+    return Few(4, 4, 4, 2 if paired or weight.tiles % 2 == 0 else 1)
 
 
 def moe_experts(
@@ -174,7 +170,7 @@ def moe_experts(
     order = order_by_expert(topk_ids, experts, 8)
 
     def multiply(x: torch.Tensor, weight: Trellis, *, paired: bool) -> torch.Tensor:
-        few = choose_few(weight, len(order.experts), paired=paired)
+        few = choose_few(weight, paired=paired)
         return few_product(few, rotate(x, weight), x.dtype, weight, order, slots, paired=paired)
 
     hidden = multiply(x, gate_up, paired=True)

@@ -55,8 +55,7 @@ tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* 
     }
 
   const int* own_slots = slots + blockIdx.y * COLUMNS;
-  const bool is_alone = own_slots[1] >= M;  // every lane has the row
-  const int own = own_slots[is_alone ? 0 : g];
+  const int own = own_slots[g];
   const bool is_there = own < M;
   wait_for_previous();
   const uint4* x_from = x + (is_there ? (u32)(own / divisor) * TURNS * 4 + warp * 4 + j : 0);
@@ -68,41 +67,27 @@ tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* 
   }
 
   int sum[MT][4][4] = {};
-  // multiply(sums, p, b): the products of a word with x.
-  const auto all_turns = [&](const auto& multiply) {
 #pragma unroll 1
-    for (int begin = 0; begin < ROUNDS; begin += AHEAD) {
+  for (int begin = 0; begin < ROUNDS; begin += AHEAD) {
 #pragma unroll
-      for (int i = 0; i < AHEAD; i++) {
-        const int round = begin + i;
-        if (ROUNDS % AHEAD && round >= ROUNDS) break;
-        if (TURNS % WARPS && warp + round * WARPS >= TURNS) break;
-        await_turn();
-        const uint4 b = ring[i * 32];
+    for (int i = 0; i < AHEAD; i++) {
+      const int round = begin + i;
+      if (ROUNDS % AHEAD && round >= ROUNDS) break;
+      if (TURNS % WARPS && warp + round * WARPS >= TURNS) break;
+      await_turn();
+      const uint4 b = ring[i * 32];
 #pragma unroll
-        for (int m = 0; m < MT; m++) each_word(held[i][m], lane, [&](int n, const u32* p) { multiply(sum[m][n], p, b); });
-        const int next = round + AHEAD;
-        if ((ROUNDS % AHEAD ? next < ROUNDS : begin + AHEAD < ROUNDS) && (TURNS % WARPS == 0 || warp + next * WARPS < TURNS)) {
+      for (int m = 0; m < MT; m++) multiply_words(sum[m], held[i][m], b, lane);
+      const int next = round + AHEAD;
+      const bool more = (ROUNDS % AHEAD ? next < ROUNDS : begin + AHEAD < ROUNDS) && (TURNS % WARPS == 0 || warp + next * WARPS < TURNS);
 #pragma unroll
-          for (int m = 0; m < MT; m++) held[i][m] = load_once(from[m] + (AHEAD + i) * WARPS * 32);
-          if (is_there) copy_async(shared_address(ring + i * 32), x_from + (AHEAD + i) * WARPS * 4, true);
-        }
-        commit();
-      }
-#pragma unroll
-      for (int m = 0; m < MT; m++) from[m] += AHEAD * WARPS * 32;
-      x_from += AHEAD * WARPS * 4;
+      for (int m = 0; m < MT; m++) load_inside(held[i][m], from[m] + (AHEAD + i) * WARPS * 32, more);
+      copy_async(shared_address(ring + i * 32), x_from + (AHEAD + i) * WARPS * 4, is_there && more);
+      commit();
     }
-  };
-  if (is_alone) {
-    all_turns([](int* sum, const u32* p, const uint4& b) { multiply_row(sum, p, b); });
 #pragma unroll
-    for (int e = 0; e < MT * 16; e += 2) sum[e / 16][e / 4 % 4][e % 4] = of_inputs(sum[e / 16][e / 4 % 4][e % 4]);
-  } else {
-    all_turns([](int* sum, const u32* p, const uint4& b) {
-      multiply(sum, p[0], p[4], p[1], p[5], b.x, b.y);
-      multiply(sum, p[2], p[6], p[3], p[7], b.z, b.w);
-    });
+    for (int m = 0; m < MT; m++) from[m] += AHEAD * WARPS * 32;
+    x_from += AHEAD * WARPS * 4;
   }
 
   static_assert(WARPS * 32 % OUT == 0, "a thread finishes numbers of one output");

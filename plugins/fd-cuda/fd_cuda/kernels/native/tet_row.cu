@@ -52,7 +52,7 @@ tet_row(const u16* x, long long x_stride, const uint4* __restrict__ w, const flo
   rotation.rotate_rows(x + row / divisor * x_stride, 0, 1, memory, spread, x_scale, x_sum);
 
   int sum[TILES][4][4] = {};
-  const unsigned char* own_x = memory + (lane & 3) * 16;
+  const unsigned char* own_x = memory + (lane & 3) * 16;  // all eight rows of a product are this one
 #pragma unroll 1
   for (int begin = 0; begin < ROUNDS; begin += AHEAD) {
 #pragma unroll
@@ -62,26 +62,24 @@ tet_row(const u16* x, long long x_stride, const uint4* __restrict__ w, const flo
       if (TURNS % WARPS && turn >= TURNS) break;
       const uint4 b = *(const uint4*)(own_x + (turn >> 3) * LINE + (turn & 7) * 64);
 #pragma unroll
-      for (int m = 0; m < TILES; m++)
-        each_word(held[i][m], lane, [&](int n, const u32* p) { multiply_row(sum[m][n], p, b); });
+      for (int m = 0; m < TILES; m++) multiply_words(sum[m], held[i][m], b, lane);
       const int next = round + AHEAD;
-      if ((ROUNDS % AHEAD ? next < ROUNDS : begin + AHEAD < ROUNDS) && (TURNS % WARPS == 0 || warp + next * WARPS < TURNS)) {
+      const bool more = (ROUNDS % AHEAD ? next < ROUNDS : begin + AHEAD < ROUNDS) && (TURNS % WARPS == 0 || warp + next * WARPS < TURNS);
 #pragma unroll
-        for (int m = 0; m < TILES; m++) held[i][m] = load_once(from[m] + (AHEAD + i) * WARPS * 32);
-      }
+      for (int m = 0; m < TILES; m++) load_inside(held[i][m], from[m] + (AHEAD + i) * WARPS * 32, more);
     }
 #pragma unroll
     for (int m = 0; m < TILES; m++) from[m] += AHEAD * WARPS * 32;
   }
 
   int* const parts = (int*)(memory + ROW_BYTES);
+  if ((lane & 3) == 0) {
 #pragma unroll
-  for (int m = 0; m < TILES; m++)
+    for (int m = 0; m < TILES; m++)
 #pragma unroll
-    for (int n = 0; n < 4; n++) {
-      const uint2 both = make_uint2(of_inputs(sum[m][n][0]), of_inputs(sum[m][n][2]));
-      if ((lane & 3) == 0) *(uint2*)(parts + (warp * TILES + m) * 64 + g * 8 + n * 2) = both;
-    }
+      for (int n = 0; n < 4; n++)
+        *(uint2*)(parts + (warp * TILES + m) * 64 + g * 8 + n * 2) = make_uint2(sum[m][n][0], sum[m][n][2]);
+  }
   __syncthreads();
   if (thread >= OUT) return;
   int total = 0, other = 0;

@@ -23,11 +23,10 @@ __device__ __forceinline__ u32 lower_half(u32 v) {
   return half;
 }
 
-// c + a b: four bytes, those of b with their signs.
-__device__ __forceinline__ int signed_dot(u32 a, u32 b, int c) {
-  int sum;
-  asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
-  return sum;
+// Where it is not inside, v stays. A branch around loads would keep the products before it from those after it.
+__device__ __forceinline__ void load_inside(uint4& v, const uint4* p, bool inside) {
+  asm volatile("{.reg .pred q; setp.ne.b32 q, %5, 0; @q ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3},[%4];}"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"((int)inside));
 }
 
 // END OF INSTRUCTIONS
@@ -58,7 +57,7 @@ __device__ __forceinline__ Before word_before(const uint4& v, int lane) {
   return {word, word >> 16};
 }
 
-// use(n, p) with the eight products of each of a lane's words, as above, by instructions that are fewer for four words than for
+// use(n, p) with the eight products of each of a lane's words, by instructions that are fewer for four words than for
 // four times one: their windows at odd multiples of four bits are those at even ones of words that are shifted.
 template <class Use>
 __device__ __forceinline__ void each_word(const uint4& v, int lane, const Use& use) {
@@ -81,15 +80,10 @@ __device__ __forceinline__ void each_word(const uint4& v, int lane, const Use& u
   }
 }
 
-// One row of x instead of eight, by dot products: a matrix product keeps others from being issued for six cycles. A lane's inputs
-// alone; sum[0] and sum[2] belong to two outputs, as they do in a matrix product.
-__device__ __forceinline__ void multiply_row(int* sum, const u32* p, const uint4& b) {
-  sum[0] = signed_dot(p[3], b.w, signed_dot(p[2], b.z, signed_dot(p[1], b.y, signed_dot(p[0], b.x, sum[0]))));
-  sum[2] = signed_dot(p[7], b.w, signed_dot(p[6], b.z, signed_dot(p[5], b.y, signed_dot(p[4], b.x, sum[2]))));
-}
-
-// Lanes' sums of one row to the lane of their outputs that stores them, which has no inputs of another.
-__device__ __forceinline__ int of_inputs(int sum) {
-  sum += __shfl_xor_sync(~0u, sum, 1);
-  return sum + __shfl_xor_sync(~0u, sum, 2);
+// A lane's words times x, the inputs of its row: to sums of two outputs by two rows for each word.
+__device__ __forceinline__ void multiply_words(int (&sum)[4][4], const uint4& v, const uint4& b, int lane) {
+  each_word(v, lane, [&](int n, const u32* p) {
+    multiply(sum[n], p[0], p[4], p[1], p[5], b.x, b.y);
+    multiply(sum[n], p[2], p[6], p[3], p[7], b.z, b.w);
+  });
 }
