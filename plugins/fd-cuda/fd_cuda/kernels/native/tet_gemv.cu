@@ -12,7 +12,6 @@
 #include "trellis.cuh"
 
 #define COLUMNS 8
-#define GROUPED 1
 #include "rows.cuh"
 
 #define TURNS (WIDTH / 32)
@@ -79,7 +78,8 @@ tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* 
 #pragma unroll
       for (int m = 0; m < MT; m++) multiply_words(sum[m], held[i][m], b, lane);
       const int next = round + AHEAD;
-      const bool more = (ROUNDS % AHEAD ? next < ROUNDS : begin + AHEAD < ROUNDS) && (TURNS % WARPS == 0 || warp + next * WARPS < TURNS);
+      const bool more = (ROUNDS % AHEAD ? next < ROUNDS : begin + AHEAD < ROUNDS) &&
+                        (TURNS % WARPS == 0 || warp + next * WARPS < TURNS);
 #pragma unroll
       for (int m = 0; m < MT; m++) load_inside(held[i][m], from[m] + (AHEAD + i) * WARPS * 32, more);
       copy_async(shared_address(ring + i * 32), x_from + (AHEAD + i) * WARPS * 4, is_there && more);

@@ -1,9 +1,9 @@
-// y[N] = x[K] W[N, K]^T with W in the trellis code of two bits, one row at a time: of layers without experts, or, GROUPED, every
-// block's own row of one expert; tet_gemv.cu says how the code is multiplied.
+// y[N] = x[K] W[N, K]^T with W in the trellis code of two bits, one row at a time: of layers without experts, or,
+// GROUPED, every block's own row of one expert; tet_gemv.cu says how the code is multiplied.
 //
-// A block computes TILES times 64 outputs, PAIRED: 64 and those that belong to these gates; its WARPS warps take turns of 32
-// inputs. Every block rotates its row, to int8, four numbers for two inputs, while its weights are on their way straight to
-// registers, AHEAD turns ahead. Sums are whole numbers: their order does not matter.
+// A block computes TILES times 64 outputs, PAIRED: 64 and those that belong to these gates; its WARPS warps take turns of
+// 32 inputs. Every block rotates its row, to int8, four numbers for two inputs, while its weights are on their way straight
+// to registers, AHEAD turns ahead. Sums are whole numbers: their order does not matter.
 
 #include "common.cuh"
 #include "trellis.cuh"
@@ -16,10 +16,11 @@
 // GROUPED: row n is row n / divisor of x and goes to expert ids[n], -1: to none.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 tet_row(const u16* x, long long x_stride, const uint4* __restrict__ w, const float* __restrict__ scales,
-        const u16* __restrict__ bias, u16* y, const signed char* __restrict__ signs, float spread, const long long* ids, int N,
-        int tiles, int divisor) {
+        const u16* __restrict__ bias, u16* y, const signed char* __restrict__ signs, float spread, const long long* ids,
+        int N, int tiles, int divisor) {
   extern __shared__ __align__(128) unsigned char memory[];  // x, then sums of warps
-  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, tile = blockIdx.x, row = blockIdx.y;
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2;
+  const int tile = blockIdx.x, row = blockIdx.y;
 #if GROUPED
   // The second product reads ids while the first one runs, which starts it when the kernel that chose them has ended.
   if (PAIRED) wait_for_previous();
@@ -64,7 +65,8 @@ tet_row(const u16* x, long long x_stride, const uint4* __restrict__ w, const flo
 #pragma unroll
       for (int m = 0; m < TILES; m++) multiply_words(sum[m], held[i][m], b, lane);
       const int next = round + AHEAD;
-      const bool more = (ROUNDS % AHEAD ? next < ROUNDS : begin + AHEAD < ROUNDS) && (TURNS % WARPS == 0 || warp + next * WARPS < TURNS);
+      const bool more = (ROUNDS % AHEAD ? next < ROUNDS : begin + AHEAD < ROUNDS) &&
+                        (TURNS % WARPS == 0 || warp + next * WARPS < TURNS);
 #pragma unroll
       for (int m = 0; m < TILES; m++) load_inside(held[i][m], from[m] + (AHEAD + i) * WARPS * 32, more);
     }

@@ -57,10 +57,9 @@ __device__ __forceinline__ Before word_before(const uint4& v, int lane) {
   return {word, word >> 16};
 }
 
-// use(n, p) with the eight products of each of a lane's words, by instructions that are fewer for four words than for
-// four times one: their windows at odd multiples of four bits are those at even ones of words that are shifted.
-template <class Use>
-__device__ __forceinline__ void each_word(const uint4& v, int lane, const Use& use) {
+// A lane's four words times x, the inputs of its row: to sums of two outputs by two rows for each word. Products are made by
+// fewer instructions than one word at a time: windows at odd multiples of four bits are those at even ones of shifted words.
+__device__ __forceinline__ void multiply_words(int (&sum)[4][4], const uint4& v, const uint4& b, int lane) {
   const u32 words[4] = {v.x, v.y, v.z, v.w}, before = word_before(v, lane).word;
   u32 upper = before >> 16, shifted_upper = __funnelshift_r(before, v.x, 4) >> 16;
 #pragma unroll
@@ -76,14 +75,7 @@ __device__ __forceinline__ void each_word(const uint4& v, int lane, const Use& u
     p[6] = __byte_perm(shifted, 0, 0x4421) * MULTIPLIER;
     upper = word >> 16, shifted_upper = shifted >> 16;
     p[7] = upper * MULTIPLIER;
-    use(n, p);
-  }
-}
-
-// A lane's words times x, the inputs of its row: to sums of two outputs by two rows for each word.
-__device__ __forceinline__ void multiply_words(int (&sum)[4][4], const uint4& v, const uint4& b, int lane) {
-  each_word(v, lane, [&](int n, const u32* p) {
     multiply(sum[n], p[0], p[4], p[1], p[5], b.x, b.y);
     multiply(sum[n], p[2], p[6], p[3], p[7], b.z, b.w);
-  });
+  }
 }
