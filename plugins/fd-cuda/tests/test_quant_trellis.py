@@ -232,12 +232,12 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quant_trellis, "order_by_expert", order)
 
 
-@pytest.mark.parametrize(("tokens", "tiles"), [(1, 1), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("tokens", "tiles"), [(1, 1), (2, 2), (3, 1), (3, 2)])
 def test_experts(tokens: int, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def few(blocks: int, *, paired: bool) -> Few:
-        return Few(4, 2, 1, 2 if paired else tiles)
-
-    monkeypatch.setattr(quant_trellis, "choose_few", few)
+    """Blocks of one row up to two tokens, then of eight."""
+    for name, kind in (("choose_row", Row), ("choose_few", Few)):
+        shapes = {paired: kind(4, 2, 1, 2 if paired else tiles) for paired in (True, False)}
+        monkeypatch.setattr(quant_trellis, name, lambda *_, paired, shapes=shapes: shapes[paired])
     hidden, inner, count = 128, 128, 3
     (gate_up, first), (down, second) = (
         trellis(2 * inner, hidden, 128, count),
@@ -247,7 +247,6 @@ def test_experts(tokens: int, tiles: int, monkeypatch: pytest.MonkeyPatch) -> No
     ids = torch.tensor([[2, 0], [1, 2], [0, 1]], device=DEVICE)[:tokens]
     shares = torch.rand(tokens, 2, device=DEVICE)
     if not HAS_GPU:
-        monkeypatch.setattr(quant_trellis, "_ALONE", 3)
         without_triton(monkeypatch)
     got = quant_trellis.moe_experts(x, ids, shares, gate_up, down)
     expected = np.zeros((tokens, hidden))

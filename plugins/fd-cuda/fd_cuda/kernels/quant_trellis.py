@@ -20,7 +20,6 @@ from .experts import combined
 from .quant_grouped import grouped_shape
 from .quant_layout import TRELLIS
 from .quant_linear import fills, native_runs, size_of, tile_shape
-from .quant_native import Grouping
 from .quant_shapes import Grouped, Tile
 from .routing import order_by_expert
 from .trellis_native import (
@@ -127,13 +126,16 @@ def _choose_tile(weight: Trellis, rows: int) -> Tile | None:
     return tile_shape(TRELLIS, 0, sixteens, rows)
 
 
-def choose_few(blocks: int, *, paired: bool) -> Few:
-    """For so many blocks of experts, as measured on an H200."""
-    if paired:
-        return Few(4, 4, 3, 2)
-    if blocks < 400:  # few blocks: more warps share one
-        return Few(16, 8, 1, 1)
-    return Few(4, 6, 3, 2) if blocks > 2000 else Few(4, 4, 4, 2)
+def choose_row(weight: Trellis, rows: int, *, paired: bool) -> Row:
+    """For so many rows, each of one expert, as measured on an H200."""
+    if weight.tiles // 2 * rows < 400:  # few blocks: more warps share one
+        return Row(16, 4, 1, 2 if paired else 1)
+    return Row(4, 4, 4, 2 if paired or weight.tiles % 2 == 0 else 1)
+
+
+def choose_few(weight: Trellis, *, paired: bool) -> Few:
+    """For blocks of eight rows of experts, as measured on an H200."""
+    return Few(4, 4, 4, 2 if paired or weight.tiles % 2 == 0 else 1)
 
 
 def moe_experts(
@@ -160,21 +162,19 @@ def moe_experts(
         y = grouped_experts(shape, x, order, top_k, gate_up, down, decodes=decodes)
         return combined(y, topk_weights)
     if tokens <= _ALONE:
-        groups = [Grouping(slots, divisor, ids=topk_ids) for divisor in (top_k, 1)]
-    else:
-        order = order_by_expert(topk_ids, experts, 8)
-        groups = [Grouping(slots, divisor, order) for divisor in (top_k, 1)]
+        hidden = row_product(
+            choose_row(gate_up, slots, paired=True), x, gate_up, None, topk_ids, paired=True
+        )
+        y = row_product(choose_row(down, slots, paired=False), hidden, down, None, topk_ids)
+        return combined(y, topk_weights)
+    order = order_by_expert(topk_ids, experts, 8)
 
-    def multiply(
-        x: torch.Tensor, weight: Trellis, group: Grouping, *, paired: bool
-    ) -> torch.Tensor:
-        few = choose_few(weight.tiles // (1 + paired) * group.blocks, paired=paired)
-        if weight.tiles % few.tiles:
-            few = replace(few, tiles=1)
-        return few_product(few, rotate(x, weight), x.dtype, weight, group, paired=paired)
+    def multiply(x: torch.Tensor, weight: Trellis, *, paired: bool) -> torch.Tensor:
+        few = choose_few(weight, paired=paired)
+        return few_product(few, rotate(x, weight), x.dtype, weight, order, slots, paired=paired)
 
-    hidden = multiply(x, gate_up, groups[0], paired=True)
-    return combined(multiply(hidden, down, groups[1], paired=False), topk_weights)
+    hidden = multiply(x, gate_up, paired=True)
+    return combined(multiply(hidden, down, paired=False), topk_weights)
 
 
 def choose_grouped(each: float) -> tuple[Grouped, bool]:

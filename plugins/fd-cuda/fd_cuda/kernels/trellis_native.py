@@ -19,7 +19,6 @@ from .quant_shapes import Grouped, Tile, only_resident, slab_bytes
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight
 
-    from .quant_native import Grouping
     from .routing import Order
 
 # What the code's numbers, whole bytes, are multiplied with: its spread over its deviation.
@@ -56,11 +55,6 @@ class Trellis:
             return self.packed
         words = _exchanged(self.words, _LANES, _STRANDS)
         return replace(self.packed, tensors={**self.packed.tensors, "weight": words})
-
-    @property
-    def norm(self) -> float:
-        """Of the rotation."""
-        return float(self.block**-0.5)
 
 
 def by_lanes(packed: PackedWeight) -> PackedWeight:
@@ -102,6 +96,8 @@ class Row:
 
     warps: int = 16
     ahead: int = 4  # turns that weights are asked for ahead
+    resident: int = 1  # blocks a multiprocessor should hold
+    tiles: int = 1  # sixty-fours of outputs of a block; two for gates and what belongs to them
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +176,7 @@ def _rotate(
         "SINGLE": int(decodes),
     }
     stride = ctypes.c_longlong(x.stride(0))
-    arguments = [x, stride, weight.signs, *outputs, weight.norm, _UNIT, places, copies]
+    arguments = [x, stride, weight.signs, *outputs, _UNIT, places, copies]
     kernel = native.function("tet_rotate", defines)
     threads, shared = _ROTATE_WARPS * 32, _row_bytes(width)
     blocks = rows if copies or places is None else len(places)
@@ -203,11 +199,18 @@ def _row_bytes(width: int) -> int:
 
 
 def few_product(
-    shape: Few, x: Rotated, dtype: torch.dtype, weight: Trellis, grouping: Grouping, *, paired: bool
+    shape: Few,
+    x: Rotated,
+    dtype: torch.dtype,
+    weight: Trellis,
+    order: Order,
+    num_slots: int,
+    *,
+    paired: bool,
 ) -> torch.Tensor:
-    """Of experts; blocks of `grouping` have eight rows."""
+    """Of experts, [num_slots, N]; blocks of the order have eight rows."""
     width = weight.packed.out_features // (2 if paired else 1)
-    y = torch.empty((grouping.num_slots, width), dtype=dtype, device=x.numbers.device)
+    y = torch.empty((num_slots, width), dtype=dtype, device=x.numbers.device)
     defines = {
         "HALF": int(dtype == torch.float16),
         "WIDTH": weight.packed.in_features,
@@ -217,7 +220,6 @@ def few_product(
         "TILES": shape.tiles,
         "PAIRED": int(paired),
     }
-    order = grouping.order
     arguments = [
         x.numbers,
         x.scales,
@@ -225,34 +227,61 @@ def few_product(
         weight.words,
         weight.scales,
         y,
-        None if order is None else order.slots,
-        None if order is None else order.experts,
-        grouping.ids,
-        grouping.num_slots,
+        order.slots,
+        order.experts,
+        num_slots,
         weight.packed.out_features,
         weight.tiles,
-        grouping.divisor,
+        num_slots // x.numbers.shape[0],
     ]
     shared = shape.warps * max(shape.ahead * 512, shape.tiles * 64 * 9 * 4)
     kernel = native.function("tet_gemv", defines)
-    grid = (weight.tiles // shape.tiles, grouping.blocks, 1)
+    grid = (weight.tiles // shape.tiles, len(order.experts), 1)
     native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)
     return y
 
 
 def row_product(
-    shape: Row, x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None
+    shape: Row,
+    x: torch.Tensor,
+    weight: Trellis,
+    bias: torch.Tensor | None,
+    ids: torch.Tensor | None = None,
+    *,
+    paired: bool = False,
 ) -> torch.Tensor:
-    """Of a dense layer and one row, as it is."""
-    packed = weight.packed
-    y = torch.empty((1, packed.out_features), dtype=x.dtype, device=x.device)
-    sizes = {"WARPS": shape.warps, "AHEAD": shape.ahead}
-    kernel = native.function(
-        "tet_row", {**_rotation(x.dtype, packed.in_features, weight.block), **sizes}
-    )
-    shared = max(_row_bytes(packed.in_features), shape.warps * 64 * 9 * 4)
-    arguments = [x, weight.words, weight.scales, bias, y, weight.signs, weight.norm * _UNIT]
-    native.launch(kernel, (weight.tiles, 1, 1), shape.warps * 32, arguments, shared=shared)
+    """Of a dense layer and one row, as it is; or of experts, [len(ids), N]: as many rows after each
+    other as there are ids for one of x are this one, each times its expert."""
+    packed, rows = weight.packed, 1 if ids is None else ids.numel()
+    width = packed.out_features // (2 if paired else 1)
+    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    defines = {
+        **_rotation(x.dtype, packed.in_features, weight.block),
+        "WARPS": shape.warps,
+        "AHEAD": shape.ahead,
+        "RESIDENT": shape.resident,
+        "TILES": shape.tiles,
+        "PAIRED": int(paired),
+        "GROUPED": int(ids is not None),
+    }
+    arguments = [
+        x,
+        ctypes.c_longlong(x.stride(0)),
+        weight.words,
+        weight.scales,
+        bias,
+        y,
+        weight.signs,
+        _UNIT,
+        ids,
+        packed.out_features,
+        weight.tiles,
+        rows // x.shape[0],
+    ]
+    shared = _row_bytes(packed.in_features) + shape.warps * shape.tiles * TILE * 4
+    grid = (weight.tiles // shape.tiles, rows, 1)
+    kernel = native.function("tet_row", defines)
+    native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)
     return y
 
 
@@ -289,7 +318,7 @@ def streamed_product(
         packed.out_features,
         ctypes.c_longlong(given[0].stride(0)),
         weight.signs,
-        weight.norm * _UNIT,
+        _UNIT,
         barriers_at,
         inbox_at,
     ]

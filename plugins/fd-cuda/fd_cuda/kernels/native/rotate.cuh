@@ -34,6 +34,9 @@ __device__ __forceinline__ constexpr int bits_of(int mask) {
 // Results are larger than an orthonormal transform's by this times 2^(-LEVELS / 2).
 #define EXCESS (float)(1 << (bits_of(FIRST) / 2 + bits_of(SECOND) / 2 + bits_of(THIRD) / 2))
 
+// What makes the transform orthonormal: 2^(-LEVELS / 2).
+#define NORM ((LEVELS % 2 ? 0.70710678118654752440f : 1.f) / (1 << LEVELS / 2))
+
 // A transform over the bits of MASK of sixteen numbers, as the left operand of a product, over 2^(bits / 2).
 template <int MASK>
 __device__ __forceinline__ void hadamard(u32* a, int lane) {
@@ -188,6 +191,6 @@ __device__ __forceinline__ void Rotation::rotate_rows(const u16* x, long long st
     int total;
     transform(x + n * stride, spans + n * ROW_BYTES, numbers, warp, lane);
     round_row(numbers, spans + n * ROW_BYTES, warp, lane, peak, total);
-    if (threadIdx.x == 0) scales[n] = peak / 127.f * EXCESS * spread, sums[n] = total;
+    if (threadIdx.x == 0) scales[n] = peak / 127.f * (NORM * EXCESS) * spread, sums[n] = total;
   }
 }

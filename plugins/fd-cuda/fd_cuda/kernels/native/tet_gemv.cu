@@ -5,14 +5,13 @@
 // A lane loads four words of a strand, 8 outputs by 8 inputs, and borrows the word before from a neighbour. A block
 // computes TILES times 64 outputs of up to eight rows, PAIRED: 64 and those that belong to these gates; its WARPS warps take
 // turns of 32 inputs. x is int8, four numbers for two inputs (tet_rotate.cu), every lane copies what it will read itself. Row n of
-// blockIdx.y is row slots[n] / divisor of x and row slots[n] of y, or with `ids` every block has one.
+// blockIdx.y is row slots[n] / divisor of x and row slots[n] of y.
 // Sums are whole numbers: their order does not matter.
 
 #include "common.cuh"
 #include "trellis.cuh"
 
 #define COLUMNS 8
-#define GROUPED 1
 #include "rows.cuh"
 
 #define TURNS (WIDTH / 32)
@@ -30,15 +29,15 @@ __device__ __forceinline__ void await_turn() {
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* __restrict__ w,
-         const float* __restrict__ scales, u16* y, const int* slots, const int* experts, const long long* ids, int M,
-         int N, int tiles, int divisor) {
+         const float* __restrict__ scales, u16* y, const int* slots, const int* experts, int M, int N, int tiles,
+         int divisor) {
   extern __shared__ __align__(128) unsigned char memory[];  // inputs, then parts of sums
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, j = lane & 3;
   const int tile = blockIdx.x;
   let_next_start();
-  wait_for_previous();
-  const int expert = ids != nullptr ? (int)ids[blockIdx.y] : experts[blockIdx.y];
-  if (expert < 0) return;
+  // Weights are asked for while the kernel before rotates x: it starts this one when all before it have ended.
+  const int expert = experts[blockIdx.y];
+  if (expert < 0) return leave_chain();
   w += (u64)expert * tiles * TURNS * 32;
   scales += (u64)expert * tiles * 64;
   const uint4* from[MT];
@@ -54,8 +53,10 @@ tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* 
       for (int m = 0; m < MT; m++) held[i][m] = load_once(from[m] + i * WARPS * 32);
     }
 
-  const int own = slot_of(g, slots, ids, M);
+  const int* own_slots = slots + blockIdx.y * COLUMNS;
+  const int own = own_slots[g];
   const bool is_there = own < M;
+  wait_for_previous();
   const uint4* x_from = x + (is_there ? (u32)(own / divisor) * TURNS * 4 + warp * 4 + j : 0);
   uint4* ring = (uint4*)memory + warp * AHEAD * 32 + lane;
 #pragma unroll
@@ -64,9 +65,7 @@ tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* 
     commit();
   }
 
-  int sum[MT][4][4];
-#pragma unroll
-  for (int e = 0; e < MT * 16; e++) sum[e / 16][e / 4 % 4][e % 4] = 0;
+  int sum[MT][4][4] = {};
 #pragma unroll 1
   for (int begin = 0; begin < ROUNDS; begin += AHEAD) {
 #pragma unroll
@@ -77,24 +76,13 @@ tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* 
       await_turn();
       const uint4 b = ring[i * 32];
 #pragma unroll
-      for (int m = 0; m < MT; m++) {
-        const uint4 v = held[i][m];
-        const u32 words[4] = {v.x, v.y, v.z, v.w};
-        Before before = word_before(v, lane);
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-          u32 p[8];
-          products(before, words[n], p);
-          multiply(sum[m][n], p[0], p[4], p[1], p[5], b.x, b.y);
-          multiply(sum[m][n], p[2], p[6], p[3], p[7], b.z, b.w);
-        }
-      }
+      for (int m = 0; m < MT; m++) multiply_words(sum[m], held[i][m], b, lane);
       const int next = round + AHEAD;
-      if ((ROUNDS % AHEAD ? next < ROUNDS : begin + AHEAD < ROUNDS) && (TURNS % WARPS == 0 || warp + next * WARPS < TURNS)) {
+      const bool more = (ROUNDS % AHEAD ? next < ROUNDS : begin + AHEAD < ROUNDS) &&
+                        (TURNS % WARPS == 0 || warp + next * WARPS < TURNS);
 #pragma unroll
-        for (int m = 0; m < MT; m++) held[i][m] = load_once(from[m] + (AHEAD + i) * WARPS * 32);
-        if (is_there) copy_async(shared_address(ring + i * 32), x_from + (AHEAD + i) * WARPS * 4, true);
-      }
+      for (int m = 0; m < MT; m++) load_inside(held[i][m], from[m] + (AHEAD + i) * WARPS * 32, more);
+      copy_async(shared_address(ring + i * 32), x_from + (AHEAD + i) * WARPS * 4, is_there && more);
       commit();
     }
 #pragma unroll
@@ -102,6 +90,10 @@ tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* 
     x_from += AHEAD * WARPS * 4;
   }
 
+  static_assert(WARPS * 32 % OUT == 0, "a thread finishes numbers of one output");
+  const int column = tile * OUT + thread % OUT, width = N / (1 + PAIRED);
+  const float own_scale = load_once(scales + column);
+  const float other_scale = PAIRED ? load_once(scales + column + width) : 0.f;
   __syncthreads();  // sums stand where x was
   int* part = (int*)memory + warp * MT * 64 * PITCH;
 #pragma unroll
@@ -113,18 +105,16 @@ tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* 
         part[(m * 64 + g * 8 + n * 2 + (e >> 1)) * PITCH + j * 2 + (e & 1)] = sum[m][n][e];
   __syncthreads();
 
-  const int width = N / (1 + PAIRED);
   for (int e = thread; e < COLUMNS * OUT; e += WARPS * 32) {
-    const int c = e % OUT, n = e / OUT, column = tile * OUT + c;
-    const int at = slot_of(n, slots, ids, M);
-    if (at >= M) continue;
-    const int* line = (const int*)memory + c * PITCH + n;
+    const int n = e / OUT, at = own_slots[n];
+    if (at >= M) return;  // rows that are there come first
+    const int* line = (const int*)memory + e % OUT * PITCH + n;
     const int row = at / divisor;
     const float offset = 127.5f * x_sums[row], x_scale = x_scales[row];
-    float value = (of_all_warps(line, MT * 64 * PITCH) - offset) * (scales[column] * x_scale);
+    float value = (of_all_warps(line, MT * 64 * PITCH) - offset) * (own_scale * x_scale);
     if (PAIRED) {
       const int other = of_all_warps(line + 64 * PITCH, MT * 64 * PITCH);
-      value = silu(value) * ((other - offset) * (scales[column + width] * x_scale));
+      value = silu(value) * ((other - offset) * (other_scale * x_scale));
     }
     y[(u64)at * width + column] = narrow(value);
   }

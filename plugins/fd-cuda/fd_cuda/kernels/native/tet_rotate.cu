@@ -8,18 +8,18 @@
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 tet_rotate(const u16* x, long long x_stride, const signed char* __restrict__ signs, uint4* rotated, uint4* rounded,
-           float* x_scales, int* x_sums, float norm, float spread, const int* places, int copies) {
+           float* x_scales, int* x_sums, float spread, const int* places, int copies) {
   extern __shared__ __align__(128) unsigned char memory[];
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-  let_next_start();
   Rotation rotation;
   rotation.prepare(signs, warp, lane);
   wait_for_previous();
+  let_next_start();  // products with experts read these, which an earlier kernel chose, without waiting for this one
   const int row = PLACED && copies == 0 ? places[blockIdx.x] : (int)blockIdx.x;
   if (row < 0) return;
   float y[OWN_COLUMNS][BANDS][4];
   rotation.transform(x + (u64)row * x_stride, memory, y, warp, lane);
-  norm *= EXCESS;
+  const float norm = NORM * EXCESS;
   float peak = 0.f;
   int sum = 0;
   if (rounded != nullptr) {

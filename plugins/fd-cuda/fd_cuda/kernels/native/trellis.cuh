@@ -23,6 +23,12 @@ __device__ __forceinline__ u32 lower_half(u32 v) {
   return half;
 }
 
+// Where it is not inside, v stays. A branch around loads would keep the products before it from those after it.
+__device__ __forceinline__ void load_inside(uint4& v, const uint4* p, bool inside) {
+  asm volatile("{.reg .pred q; setp.ne.b32 q, %5, 0; @q ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3},[%4];}"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"((int)inside));
+}
+
 // END OF INSTRUCTIONS
 
 // The eight windows that end in a word, times the constant: two outputs by four pairs of inputs. `before`: the word before
@@ -49,4 +55,27 @@ __device__ __forceinline__ void products(Before& before, u32 word, u32* p) {
 __device__ __forceinline__ Before word_before(const uint4& v, int lane) {
   const u32 word = __shfl_sync(~0u, v.w, (lane + 28) & 31);
   return {word, word >> 16};
+}
+
+// A lane's four words times x, the inputs of its row: to sums of two outputs by two rows for each word. Products are made by
+// fewer instructions than one word at a time: windows at odd multiples of four bits are those at even ones of shifted words.
+__device__ __forceinline__ void multiply_words(int (&sum)[4][4], const uint4& v, const uint4& b, int lane) {
+  const u32 words[4] = {v.x, v.y, v.z, v.w}, before = word_before(v, lane).word;
+  u32 upper = before >> 16, shifted_upper = __funnelshift_r(before, v.x, 4) >> 16;
+#pragma unroll
+  for (int n = 0; n < 4; n++) {
+    const u32 word = words[n], shifted = n < 3 ? __funnelshift_r(word, words[(n + 1) & 3], 4) : word >> 4;
+    u32 p[8];
+    p[0] = shifted_upper * MULTIPLIER;
+    p[1] = __byte_perm(upper, word, 0x2241) * MULTIPLIER;
+    p[2] = __byte_perm(shifted_upper, shifted, 0x2241) * MULTIPLIER;
+    p[3] = (word & 0xffff) * MULTIPLIER;
+    p[4] = (shifted & 0xffff) * MULTIPLIER;
+    p[5] = __byte_perm(word, 0, 0x4421) * MULTIPLIER;
+    p[6] = __byte_perm(shifted, 0, 0x4421) * MULTIPLIER;
+    upper = word >> 16, shifted_upper = shifted >> 16;
+    p[7] = upper * MULTIPLIER;
+    multiply(sum[n], p[0], p[4], p[1], p[5], b.x, b.y);
+    multiply(sum[n], p[2], p[6], p[3], p[7], b.z, b.w);
+  }
 }
