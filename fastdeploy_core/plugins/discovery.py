@@ -211,18 +211,9 @@ def _entries_of(distribution: importlib.metadata.Distribution, seen: set[str]) -
         kind, status, reason = _classify_group(point.group)
         if status == OK and refusal and name != DISTRIBUTION:
             status, reason = INCOMPATIBLE, refusal
-        entries.append(
-            PluginEntry(
-                kind=kind,
-                name=point.name,
-                group=point.group,
-                target=point.value.partition("[")[0].replace(" ", ""),
-                distribution=name,
-                version=version,
-                status=status,
-                reason=reason,
-            )
-        )
+        target = point.value.partition("[")[0].replace(" ", "")
+        entry = PluginEntry(kind, point.name, point.group, target, name, version, status, reason)
+        entries.append(entry)
     return entries
 
 

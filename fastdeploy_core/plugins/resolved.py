@@ -56,15 +56,9 @@ class ResolvedPlugins(msgspec.Struct, frozen=True):
 
     def strangers(self) -> list[PluginEntry]:
         """Third parties' drivers that this configuration certainly loads."""
-        return [
-            entry
-            for entry in self.entries
-            if not entry.is_core
-            and (
-                self.chosen.get(entry.kind) == entry.name
-                or entry.kind in ("logits_processor", "quantizer")
-            )
-        ]
+        several = ("logits_processor", "quantizer")
+        others = [entry for entry in self.entries if not entry.is_core]
+        return [e for e in others if self.chosen.get(e.kind) == e.name or e.kind in several]
 
     def plugin_entries(self, kind: str) -> list[PluginEntry]:
         """All entries of one kind, in order; of HOOKS those that were loaded successfully."""
