@@ -32,7 +32,10 @@ inline void __syncwarp() { gather(block->warp_turn, warp_first(), 32); }
 inline void meet_group(int) { gather(block->group_turn, block->current / 128 * 128, 128); }
 inline void await_turn() {}
 inline void load_chunk(u32* b, u32 address) { std::memcpy(b, (char*)shared + address, 16); }
+inline uint2 load_pair(u32 address) { return *(uint2*)((char*)shared + address); }
 inline u32 load_word(u32 address) { return *(u32*)((char*)shared + address); }
+inline u32 load_byte(u32 address) { return *((unsigned char*)shared + address); }
+inline float byte_of(u32 bytes, int which) { return 8388608.f + (bytes >> 8 * which & 255); }
 // ldmatrix: lane 8 i + j has the address of row j of matrix i, and gets elements (lane / 4, 2 (lane % 4)) of each.
 inline void load_matrices(u32* b, u32 address) {
   const Lanes<u32> all(address);
@@ -117,7 +120,6 @@ inline u32 dot(u32 bytes, u32 factors, int sum) {
   for (int i = 0; i < 4; ++i) sum += (int)(bytes >> 8 * i & 255) * (signed char)(factors >> 8 * i);
   return sum;
 }
-inline u32 byte_of(u32 bytes, int which) { return bytes >> 8 * which & 255; }
 inline u32 masked_xor(u32 v, u32 mask, u32 bits) { return (v & mask) ^ bits; }
 inline u32 widen_fp8(u32 v) {
   u32 result = 0;

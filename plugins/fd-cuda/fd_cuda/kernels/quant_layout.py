@@ -14,8 +14,6 @@ SLAB_ROWS: Final = 16
 TURN: Final = 64  # inputs of a slab
 # As native/quant.cuh numbers them.
 INT4, INT8, FP8, INT8_ROWS, FP8_ROWS, CCQ, TRELLIS, MXFP4 = range(8)
-_LINES_AT_ONCE: Final = 1 << 14
-_SLOPES: Final = 8  # to either side that are tried for a line
 _MIDDLE: Final = {INT4: 8, INT8: 128, FP8: 0}
 
 
@@ -35,7 +33,6 @@ class Slabs:
     group_size: int
     block_scales: torch.Tensor | None = None  # float32 [(E,) N / 128, K / 128], as stored
     codes: torch.Tensor | None = None  # float32 [(E,) slabs * 16, 2]: CCQ's affine maps
-    lines: torch.Tensor | None = None  # int32 [(E,) slabs * 16, 2]: the same in whole numbers
     tables: dict[torch.dtype, torch.Tensor] = field(
         default_factory=dict
     )  # groups as kernels read them
@@ -60,10 +57,9 @@ class Slabs:
         groups = None if self.groups is None else self.groups[index]
         blocks = None if self.block_scales is None else self.block_scales[index]
         codes = None if self.codes is None else self.codes[index]
-        lines = None if self.lines is None else self.lines[index]
         return replace(
             self, num_experts=0, data=self.data[index], scales=self.scales[index], groups=groups,
-            block_scales=blocks, codes=codes, lines=lines, tables={},
+            block_scales=blocks, codes=codes, tables={},
         )  # fmt: skip
 
     def table(self, dtype: torch.dtype) -> torch.Tensor | None:
@@ -133,29 +129,3 @@ def unpack_codes(data: torch.Tensor) -> torch.Tensor:
     lead, (slabs, turns) = data.shape[:-4], data.shape[-4:-2]
     flat = data.reshape(-1, slabs, turns, 8, 4, 2, 4).permute(0, 1, 5, 3, 2, 4, 6)
     return flat.reshape(*lead, slabs * SLAB_ROWS, turns * TURN // 4)
-
-
-def code_lines(codes: torch.Tensor) -> torch.Tensor:
-    """CCQ's maps [..., 2] in whole numbers: (slope, start) so that the upper half of slope * byte +
-    start is floor(byte * scale + zero + 0.5), as floats round it, for every byte. Zeros where there
-    are none."""
-    lines = torch.zeros(codes.shape, dtype=torch.int32, device=codes.device)
-    flat, found = codes.reshape(-1, 2), lines.view(-1, 2)
-    for begin in range(0, len(flat), _LINES_AT_ONCE):
-        own = flat[begin : begin + _LINES_AT_ONCE]
-        byte = torch.arange(256, device=codes.device)
-        exact = (byte.float() * own[:, :1] + own[:, 1:] + 0.5).floor()
-        sane = (own[:, 0] > 0) & (exact.abs() < 1 << 15).all(1)
-        code = torch.where(sane[:, None], exact, 0.0).long() << 16
-        middle = torch.where(sane, (own[:, 0].double() * 65536).round(), 1.0).long()
-        best = torch.full_like(middle, -1)
-        slope, start = torch.zeros_like(middle), torch.zeros_like(middle)
-        for step in range(-_SLOPES, _SLOPES + 1):
-            rest = code - byte * (middle + step)[:, None]
-            least, room = rest.amax(1), rest.amin(1) + 65535 - rest.amax(1)
-            better = sane & (room > best)
-            best = torch.where(better, room, best)
-            slope = torch.where(better, middle + step, slope)
-            start = torch.where(better, least + room // 2, start)
-        found[begin : begin + len(own)] = torch.stack((slope, start), -1).int()
-    return lines

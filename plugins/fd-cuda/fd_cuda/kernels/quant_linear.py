@@ -125,9 +125,8 @@ def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Chosen:
         own = _persistent_shape if slabs.block_scales is None else _blocks_shape
         return own(slabs, rows) or (None if _library_wins(slabs, rows) else _few_tiles(slabs, rows))
     size = size_of(slabs.num_slabs)
-    takes_more = slabs.kind == CCQ and not size
-    if slabs.kind == INT4 and slabs.scaled and size == 2:
-        takes_more = slabs.num_slabs <= 4 * num_processors()
+    takes_more = slabs.kind == INT4 and slabs.scaled and size == 2
+    takes_more = takes_more and slabs.num_slabs <= 4 * num_processors()
     if rows <= (32 if takes_more else _FEW_ROWS):
         return _few_shape(slabs, rows)
     if slabs.kind == CCQ or slabs.scaled:
@@ -163,12 +162,6 @@ def _few_shape(slabs: Slabs, rows: int) -> Few:
     tiles = 1 if rows <= 8 else 2 if rows <= 16 else 4
     count, turns, processors = slabs.num_slabs, slabs.num_turns, num_processors()
     is_narrow, is_small = count < processors, count < 2 * processors
-    if slabs.kind == CCQ:
-        if is_small:
-            return Few(tiles, 1, 16, 4, 1) if is_narrow and tiles < 4 else Few(tiles, 1, 8, 4, 2)
-        if tiles == 2:
-            return Few(2, 2, 8, 4 if turns >= _LONG else 2, 2)
-        return Few(tiles, 2, 8, 4, 2) if _SHORT < turns < _LONG else Few(tiles, 4, 16, 2, 1)
     if is_small:
         return Few(tiles, 1, 16, 3, 1) if is_narrow else Few(tiles, 1, 8, 4, 2)
     if tiles > 1 and slabs.kind == INT4 and turns > _SHORT:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +10,7 @@ import torch
 from . import native
 from .native import tensor_map
 from .quant_layout import CCQ, INT8_ROWS, TRELLIS, TURN, Slabs
-from .quant_shapes import (
-    Few,
-    Shape,
-    Tile,
-    few_shared,
-    tile_shared,
-)
+from .quant_shapes import Shape, Tile, few_shared, tile_shared
 
 if TYPE_CHECKING:
     from .routing import Order
@@ -90,36 +83,22 @@ def product(
         fed(shape, defines, x, arguments, slabs, blocks)
         return y
     ids = None if grouping is None else grouping.ids
-    if weight.kind == CCQ:
-        own = [x, ctypes.c_longlong(x.stride(0)), *operands[:3], weight.codes, weight.lines]
-        arguments = [*own, *operands[4:], ids, *ends, sizes[0], sizes[3]]
-        _few_rows("ccq_gemv", shape, {**defines, "WIDTH": x.shape[1]}, arguments, slabs, blocks)
-        return y
-    known = {**defines, "PER_GROUP": sizes[2] if weight.scaled else 1}
-    own = [x, x.stride(0) // 8, *operands, ids, *ends, x.shape[1]]
-    _few_rows("quant_few", shape, known, [*own, *sizes[:2], sizes[3]], slabs, blocks)
-    return y
-
-
-def _few_rows(
-    name: str,
-    shape: Few,
-    defines: dict[str, int],
-    arguments: list[Any],
-    slabs: int,
-    blocks: int,
-) -> None:
-    held, each = (2, 1) if defines["PAIRED"] else (shape.slabs, shape.slabs)
-    sizes = {
+    held, each = (2, 1) if paired else (shape.slabs, shape.slabs)
+    defines |= {
+        "PER_GROUP": 2 if weight.kind == CCQ else sizes[2] if weight.scaled else 1,
         "TILES": shape.tiles,
         "MT": held,
         "WARPS": shape.warps,
         "AHEAD": shape.ahead,
         "RESIDENT": shape.resident,
     }
-    shared = few_shared(shape, held, defines["FORMAT"], defines["SCALED"])
-    kernel, grid = native.function(name, {**defines, **sizes}), (-(-slabs // each), blocks, 1)
-    native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)
+    own = [x, x.stride(0) // 8, *operands, ids, *ends, x.shape[1]]
+    native.launch(
+        native.function("quant_few", defines), (-(-slabs // each), blocks, 1), shape.warps * 32,
+        [*own, *sizes[:2], sizes[3], weight.codes],
+        shared=few_shared(shape, held, weight.kind, weight.scaled),
+    )  # fmt: skip
+    return y
 
 
 def fed(

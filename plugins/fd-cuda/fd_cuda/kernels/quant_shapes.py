@@ -20,13 +20,13 @@ _MULTIPROCESSOR: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Few:
-    """How quant_few.cu, and for CCQ ccq_gemv.cu, is specialized; serves 8 * tiles rows."""
+    """How quant_few.cu is specialized; serves 8 * tiles rows."""
 
     tiles: int
     slabs: int  # a warp's, of outputs
     warps: int
     ahead: int
-    resident: int  # blocks a multiprocessor should hold; of quant_few.cu all that it has place for
+    resident: int  # blocks that a multiprocessor holds
 
     @property
     def rows(self) -> int:
@@ -170,13 +170,12 @@ def only_resident(shared: int, resident: int) -> int:
 
 
 def few_shared(shape: Few, held: int, kind: int, scaled: int) -> int:
-    """Bytes of shared memory of a block: inputs of its warps, and weights but for CCQ, or their
-    parts of the sums of `held` slabs."""
+    """Bytes of shared memory of a block: inputs and weights of its warps, or their parts of the
+    sums of `held` slabs."""
     groups = -(-held * group_bytes(kind, scaled) // 128) * 128
-    weights = 0 if kind == CCQ else held * slab_bytes(kind) + groups
-    ring = shape.ahead * (shape.rows * 128 + weights)
+    ring = shape.ahead * (shape.rows * 128 + held * slab_bytes(kind) + groups)
     whole = shape.warps * max(ring, held * 16 * (shape.rows + 1) * 4)
-    return whole if kind == CCQ else only_resident(whole, shape.resident)
+    return only_resident(whole, shape.resident)
 
 
 def end_shared(rows: int, outputs: int, split: int) -> int:

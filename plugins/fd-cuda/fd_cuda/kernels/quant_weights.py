@@ -25,7 +25,6 @@ from .quant_layout import (
     SLAB_ROWS,
     TURN,
     Slabs,
-    code_lines,
     pack_codes,
     pack_slabs,
     unpack_codes,
@@ -239,7 +238,7 @@ def _code_slabs(weight: PackedWeight, kind: int) -> Slabs:
     codes = F.pad(codes, (0, 0, 0, padded - rows)).contiguous()
     return Slabs(
         kind, rows, weight.in_features, weight.num_experts, data, outputs, groups, TURN,
-        codes=codes, lines=code_lines(codes),
+        codes=codes,
     )  # fmt: skip
 
 

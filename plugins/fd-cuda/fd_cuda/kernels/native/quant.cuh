@@ -28,6 +28,7 @@
 #define ONES 0x3c003c00u
 #define MAGIC 0x64006400u         // 1024 + q
 #define MINUS_MIDDLE 0xe408e408u  // -1032
+#define MIDDLE (FORMAT == CCQ ? 1088.f : 1032.f)
 #define HALVES 0x38003800u
 #define MINUS_CODE 0xe040e040u    // -512 - 32
 #define MINUS_BASE 0xe400e400u    // -1024
@@ -35,6 +36,7 @@
 #define ONES 0x3f803f80u
 #define MAGIC 0x43004300u         // 128 + q
 #define MINUS_MIDDLE 0xc308c308u  // -136
+#define MIDDLE (FORMAT == CCQ ? 192.f : 136.f)
 #define HALVES 0x3f003f00u
 #define MINUS_CODE 0xc2c0c2c0u    // -64 - 32
 #define MINUS_BASE 0xc300c300u    // -128
@@ -117,6 +119,17 @@ __device__ __forceinline__ u32 load_once(const u32* p) {
   return v;
 }
 
+#if FORMAT == CCQ
+// 2^23 and a byte. By an integer dot product, as the unit for logic and shifts has most to do; what picks a byte is read where
+// it is used.
+__constant__ u32 pick[4] = {1u, 1u << 8, 1u << 16, 1u << 24};
+__device__ __forceinline__ float byte_of(u32 bytes, int which) {
+  u32 byte;
+  asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(byte) : "r"(bytes), "r"(pick[which]), "r"(0x4b000000u));
+  return __uint_as_float(byte);
+}
+#endif
+
 // END OF INSTRUCTIONS
 
 // The affine maps of a lane's two rows, of format CCQ.
@@ -132,21 +145,27 @@ struct Slab {
 // A byte's code, from bit 1 on. (2^23 + byte) x - 2^23 x is byte x rounded once; below, the floor is the last bits of
 // 1.5 * 2^22 + it, but for one that is worth a half: conversions are slow.
 __device__ __forceinline__ u32 code_of(u32 bytes, int which, float2 map) {
-  const float byte = __uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7440u | which));
   // Rounded after every operation, as the definition is.
-  const float value = __fadd_rn(__fmaf_rn(byte, map.x, -8388608.f * map.x), map.y);
+  const float value = __fadd_rn(__fmaf_rn(byte_of(bytes, which), map.x, -8388608.f * map.x), map.y);
   return __float_as_uint(__fadd_rd(value, 6291456.5f));
 }
 
-__device__ __forceinline__ void unpack(const Slab& slab, int step, const Code& maps, u32* a) {
+// Twice the weights, and MIDDLE more.
+__device__ __forceinline__ void unpack_shifted(const Slab& slab, int step, const Code& maps, u32* a) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const u32 code = code_of(i ? slab.piece.y : slab.piece.x, step, i ? maps.lower : maps.upper);
     // From bit 1 on of the halves the windows at bits 3 and 0 of the code, from bit 7 on those at 9 and 6.
     const u32 both = __byte_perm(code >> 3, code, 0x5410u);
-    a[i] = fma2(masked_or(both >> 6, 0x007e007eu, MAGIC), HALVES, MINUS_CODE);
-    a[2 + i] = fma2(masked_or(both, 0x007e007eu, MAGIC), HALVES, MINUS_CODE);
+    a[i] = masked_or(both >> 6, 0x007e007eu, MAGIC);
+    a[2 + i] = masked_or(both, 0x007e007eu, MAGIC);
   }
+}
+
+__device__ __forceinline__ void unpack(const Slab& slab, int step, const Code& maps, u32* a) {
+  unpack_shifted(slab, step, maps, a);
+#pragma unroll
+  for (int i = 0; i < 4; i++) a[i] = fma2(a[i], HALVES, MINUS_CODE);
 }
 #else
 struct Slab {
@@ -174,12 +193,20 @@ __device__ __forceinline__ u32 widen_pair(u32 v) {
 #endif
 }
 
+// Register i of an operand, of INT4: MIDDLE more than the weights.
+__device__ __forceinline__ u32 shifted(u32 w, int i) { return masked_or(w >> (4 * i), 0x000f000fu, MAGIC); }
+
+__device__ __forceinline__ void unpack_shifted(const Slab& slab, int step, const Code&, u32* a) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) a[i] = shifted(word(slab, step), i);
+}
+
 // The operand of step 0 to 3 of a turn.
 __device__ __forceinline__ void unpack(const Slab& slab, int step, const Code&, u32* a) {
 #if FORMAT == INT4
   const u32 w = word(slab, step);
 #pragma unroll
-  for (int i = 0; i < 4; i++) a[i] = fma2(masked_or(w >> (4 * i), 0x000f000fu, MAGIC), ONES, MINUS_MIDDLE);
+  for (int i = 0; i < 4; i++) a[i] = fma2(shifted(w, i), ONES, MINUS_MIDDLE);
 #elif FORMAT == FP8_ROWS && HALF
   const u32 upper = word(slab, step), lower = word(slab, 4 + step);
   a[0] = widen_fp8(upper);
@@ -214,20 +241,25 @@ struct Group {
 
 #if FORMAT == CCQ
 typedef unsigned char Entry;
+
+__device__ __forceinline__ Group group_of(u32 both) {
+  return {fma2((both & 15) | (both & 0xf0u) << 12 | MAGIC, ONES, MINUS_BASE), 0};
+}
 #else
 typedef u32 Entry;
 #endif
 
 __device__ __forceinline__ Group load_group(const Entry* table, int group) {
-  Group g = {0, 0};
 #if FORMAT == CCQ
-  const u32 both = load_once(table + group * 8);
-  g.scales = fma2((both & 15) | (both & 0xf0u) << 12 | MAGIC, ONES, MINUS_BASE);
-#elif SCALED
+  return group_of(load_once(table + group * 8));
+#else
+  Group g = {0, 0};
+#if SCALED
   g.scales = load_once(table + group * 8 * SCALED);
   if (SCALED == 2) g.offsets = load_once(table + group * 16 + 8);
 #endif
   return g;
+#endif
 }
 
 // The offsets of groups. What remains is to multiply with their scales.
@@ -279,14 +311,15 @@ __device__ __forceinline__ Slab slab_at(const unsigned char* at, int lane) {
 }
 
 __device__ __forceinline__ Group group_at(const unsigned char* at, int turn, int lane) {
-  Group g = {0, 0};
 #if FORMAT == CCQ
-  const u32 both = at[turn % 2 * 8 + (lane >> 2)];
-  g.scales = fma2((both & 15) | (both & 0xf0u) << 12 | MAGIC, ONES, MINUS_BASE);
-#elif SCALED
+  return group_of(at[turn % 2 * 8 + (lane >> 2)]);
+#else
+  Group g = {0, 0};
+#if SCALED
   g.scales = ((const u32*)at)[lane >> 2];
   if (SCALED == 2) g.offsets = ((const u32*)at)[8 + (lane >> 2)];
 #endif
   return g;
+#endif
 }
 #endif

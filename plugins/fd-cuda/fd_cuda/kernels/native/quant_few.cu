@@ -2,8 +2,8 @@
 //
 // A block computes 16 * MT outputs; its WARPS warps take turns of 64 inputs. Weights and x come by cp.async through a ring
 // of the warp's own, AHEAD turns ahead: a warp would wait for all that it has asked for to registers. What a turn has goes to
-// registers while the turn before is multiplied. Half floats of int4 are MIDDLE more than the weights, for which sums of x,
-// a product with ones for all slabs together, make up.
+// registers while the turn before is multiplied. Half floats of int4 are MIDDLE more than the weights (CCQ: than twice the
+// weights), for which sums of x, a product with ones for all slabs together, make up.
 // w holds slabs (quant.cuh), or 8-bit numbers row by row. PER_GROUP: turns with one scale an output. GROUPED: blockIdx.y is a
 // block of rows of one expert, and row n is row slots[n] / divisor of x and row slots[n] of y. PAIRED: slab 0 is gate rows,
 // slab 1 the up rows that belong to them. A row of x comes out the same whatever M is.
@@ -22,12 +22,9 @@
 #define GROUPS_AT (SLABS_AT + MT * SLAB_BYTES)
 #define GROUP_LANES (SCALED ? GROUP_BYTES / 16 : 1)
 #define TURN_BYTES (BY_ROWS ? 64 : SLAB_BYTES)  // from a turn of the weights to the next one
-#define SHIFTED (FORMAT == INT4 && MT > 1)  // for one slab the product with ones takes longer than it spares
-#if HALF
-#define MIDDLE 1032.f
-#else
-#define MIDDLE 136.f
-#endif
+#define IS_CCQ (FORMAT == CCQ)  // PER_GROUP is 2: scales of two turns lie together
+#define SHIFTED ((FORMAT == INT4 || IS_CCQ) && MT > 1)  // for one slab the product with ones takes longer than it spares
+static_assert(!IS_CCQ || WARPS % 2 == 0, "all turns of a warp have their scales in the same half");
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
@@ -47,10 +44,22 @@ __device__ __forceinline__ void load_chunk(u32* b, u32 address) {
                : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
 }
 
+__device__ __forceinline__ uint2 load_pair(u32 address) {
+  uint2 pair;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(pair.x), "=r"(pair.y) : "r"(address) : "memory");
+  return pair;
+}
+
 __device__ __forceinline__ u32 load_word(u32 address) {
   u32 word;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
   return word;
+}
+
+__device__ __forceinline__ u32 load_byte(u32 address) {
+  u32 byte;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(address) : "memory");
+  return byte;
 }
 
 // END OF INSTRUCTIONS
@@ -65,7 +74,8 @@ struct Turn {
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* __restrict__ groups,
           const float* __restrict__ scales, const float* x_scales, const u16* __restrict__ bias, u16* y, const int* slots,
-          const int* experts, const long long* ids, int M, int N, int K, int slabs, int turns, int divisor) {
+          const int* experts, const long long* ids, int M, int N, int K, int slabs, int turns, int divisor,
+          const float2* __restrict__ codes) {
   extern __shared__ __align__(128) unsigned char memory[];  // rings, then parts of sums
   const int thread = threadIdx.x, lane = thread & 31, warp = __shfl_sync(~0u, thread >> 5, 0);
   const int tile = blockIdx.x;
@@ -75,13 +85,15 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
   wait_for_previous();
   const int expert = ids != nullptr ? (int)ids[blockIdx.y] : experts[blockIdx.y];
   if (expert < 0) return;
-  w += (u64)expert * (BY_ROWS ? N * (K / 16) : slabs * turns * 32 * PIECES);
-  groups += (u64)expert * slabs * num_groups * 8 * SCALED;
+  w += (u64)expert * (BY_ROWS ? N * (K / 16) : slabs * turns * (SLAB_BYTES / 16));
+  groups += (u64)expert * slabs * num_groups * (GROUP_BYTES / 4);
   scales += (u64)expert * slabs * 16;
+  if (IS_CCQ) codes += (u64)expert * slabs * 16;
 #endif
   // Slabs after the last repeat it; nothing of theirs is stored.
   const auto nth = [&](int m) { return min(PAIRED ? tile + m * (slabs / 2) : tile * MT + m, slabs - 1); };
   const unsigned char* from[MT];
+  Code maps[MT];
   [[maybe_unused]] u32 second[MT];  // by rows: from a row to the row eight below
 #pragma unroll
   for (int m = 0; m < MT; m++) {
@@ -94,6 +106,7 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
       from[m] = (const unsigned char*)w + ((u64)slab * turns + warp) * SLAB_BYTES;
     }
     keep(from[m]);
+    if (IS_CCQ) maps[m] = {codes[slab * 16 + (lane >> 2)], codes[slab * 16 + (lane >> 2) + 8]};
   }
   // Lanes copy 16 bytes of scales each, of all slabs.
   const int own_slab = nth(lane / GROUP_LANES), first_group = warp / PER_GROUP;
@@ -102,7 +115,9 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
   keep(group_from);
   // What a thread's results are multiplied with, waited for at the end.
   const int width = PAIRED ? N / 2 : N, column = min(tile * OUT + thread % OUT, width - 1);
-  const float scale = load_once(scales + column), other_scale = PAIRED ? load_once(scales + column + width) : 0.f;
+  const float unit = IS_CCQ && SHIFTED ? 0.5f : 1.f;
+  const float scale = unit * load_once(scales + column);
+  const float other_scale = PAIRED ? unit * load_once(scales + column + width) : 0.f;
   u32 to = shared_address(memory) + warp * AHEAD * STAGE;
   keep(to);
   // Of the round `rounds` after that at which `from` stands, into stage i.
@@ -162,11 +177,12 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
 
   // Which 16 bytes of a row of a turn this lane reads: by rows the eight inputs it multiplies itself, else
   // one of those that ldmatrix hands out.
-  const u32 row = BY_ROWS ? lane >> 2 : lane & 7, chunk = BY_ROWS ? (lane & 3) * 2 : lane >> 3;
-  u32 reads[2] = {to + row * 128 + ((chunk ^ row) << 4), to + row * 128 + ((chunk + (BY_ROWS ? 1 : 4) ^ row) << 4)};
+  const u32 row = INPUTS_BY_ROWS ? lane >> 2 : lane & 7, chunk = INPUTS_BY_ROWS ? (lane & 3) * 2 : lane >> 3;
+  u32 reads[2] = {to + row * 128 + ((chunk ^ row) << 4), to + row * 128 + ((chunk + (INPUTS_BY_ROWS ? 1 : 4) ^ row) << 4)};
   keep(reads[0]);
   keep(reads[1]);
-  u32 own_slab_at = to + SLABS_AT + lane * 16, own_group_at = to + GROUPS_AT + (lane >> 2) * 4;
+  u32 own_slab_at = to + SLABS_AT + lane * (IS_CCQ ? 8 : 16);
+  u32 own_group_at = to + GROUPS_AT + (IS_CCQ ? warp % 2 * 8 + (lane >> 2) : (lane >> 2) * 4);
   keep(own_slab_at);
   keep(own_group_at);
   const auto take = [&](Turn& turn, int i) {
@@ -177,16 +193,21 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
         const u32 at = reads[half] + i * STAGE + t * 1024;
-        if (BY_ROWS) load_chunk(turn.b[half][t], at);
+        if (INPUTS_BY_ROWS) load_chunk(turn.b[half][t], at);
         else load_matrices(turn.b[half][t], at);
       }
 #pragma unroll
     for (int m = 0; m < MT; m++) {
+#if FORMAT == CCQ
+      turn.slab[m].piece = load_pair(own_slab_at + i * STAGE + m * SLAB_BYTES);
+      turn.group[m].scales = load_byte(own_group_at + i * STAGE + m * GROUP_BYTES);
+#else
 #pragma unroll
       for (int p = 0; p < PIECES; p++)
         load_chunk((u32*)&turn.slab[m].piece[p], own_slab_at + i * STAGE + m * SLAB_BYTES + p * 512);
       if (SCALED) turn.group[m].scales = load_word(own_group_at + i * STAGE + m * GROUP_BYTES);
       if (SCALED == 2) turn.group[m].offsets = load_word(own_group_at + i * STAGE + m * GROUP_BYTES + 32);
+#endif
     }
   };
 
@@ -224,23 +245,20 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
 #pragma unroll
         for (int s = 0; s < 4; s++) {
           u32 a[4];
-          if (SHIFTED) {
-#pragma unroll
-            for (int n = 0; n < 4; n++) a[n] = masked_or(word(turn.slab[m], s) >> (4 * n), 0x000f000fu, MAGIC);
-          } else {
-            unpack(turn.slab[m], s, Code(), a);
-          }
+          if (SHIFTED) unpack_shifted(turn.slab[m], s, maps[m], a);
+          else unpack(turn.slab[m], s, maps[m], a);
           add_offsets(a, turn.group[m]);
 #pragma unroll
           for (int t = 0; t < TILES; t++)
             multiply(own_sum[t], a[0], a[1], a[2], a[3], turn.b[s / 2][t][s % 2 * 2], turn.b[s / 2][t][s % 2 * 2 + 1],
                      s == 0 && (SHIFTED || SCALED) ? middle[t] : own_sum[t]);
         }
+        const u32 both = turn.group[m].scales;
+        const float of_rows[2] = {IS_CCQ ? (float)(both & 15) : low(both), IS_CCQ ? (float)(both >> 4) : high(both)};
 #pragma unroll
         for (int e = 0; e < TILES * 4 && (SHIFTED || SCALED); e++) {
           float& all = sum[m][e / 4][e % 4];
-          const u32 both = turn.group[m].scales;
-          all = SCALED ? fmaf(own_sum[e / 4][e % 4], e % 4 < 2 ? low(both) : high(both), all) : all + own_sum[e / 4][e % 4];
+          all = SCALED ? fmaf(own_sum[e / 4][e % 4], of_rows[e % 4 / 2], all) : all + own_sum[e / 4][e % 4];
         }
       }
     }
