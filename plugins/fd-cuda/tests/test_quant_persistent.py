@@ -13,13 +13,13 @@ from packed_weights import packed as packed_on
 from quant_emulation import use_kernels
 from test_quant_native import DEVICE, HAS_GPU, check, rounded
 
-from fd_cuda.kernels import quant_experts, quant_grouped, quant_linear, quant_weights
+from fd_cuda.kernels import quant_experts, quant_linear, quant_weights
 from fd_cuda.kernels.experts import combined
 from fd_cuda.kernels.quant_grouped import grouped_shape
 from fd_cuda.kernels.quant_layout import FP8_ROWS, INT4, INT8, INT8_ROWS
 from fd_cuda.kernels.quant_native import Grouping
-from fd_cuda.kernels.quant_persistent import experts as layer_of
-from fd_cuda.kernels.quant_persistent import in_order, persistent_product
+from fd_cuda.kernels.quant_order import gathered
+from fd_cuda.kernels.quant_persistent import persistent_product
 from fd_cuda.kernels.quant_shapes import MOST_DYNAMIC, Persistent, persistent, persistent_shared
 from fd_cuda.kernels.routing import Order, order_by_expert
 
@@ -120,7 +120,9 @@ def test_experts_pair_gate_and_up(name: str, group: int, tokens: int, block: int
     places = stands.to(device=DEVICE, dtype=torch.int32)
     blocks = torch.tensor([0, 1, -1, 1], dtype=torch.int32, device=DEVICE)
     order = Order(rows.view(-1), blocks, places)
-    given, of_rows = in_order(x, (weight, slabs), order, slots, 2)
+    given, of_rows = gathered(x, order, slots, 2), None
+    if weight.rounding:
+        given, of_rows = weight.numbers(x, into=order)
     got, plain = (
         persistent_product(
             persistent(block, slabs.kind), given, of_rows, slabs, None, torch.bfloat16,
@@ -153,14 +155,10 @@ def test_layer_of_experts(name: str, is_grouped: bool) -> None:
     ids = torch.stack([torch.randperm(experts)[:2] for _ in range(tokens)]).to(DEVICE)
     shares = torch.rand(tokens, 2, device=DEVICE)
     both = (gate_up, gate_up.slabs), (down, down.slabs)
-    if is_grouped:
-        grouped = grouped_shape(INT4, rounds=name == "w4a8")
-        order = order_by_expert(ids, experts, grouped.rows)
-        y = quant_grouped.experts(grouped, x, order, 2 * tokens, 2, *both)
-    else:
-        shape = persistent(16, gate_up.slabs.kind)
-        order = order_by_expert(ids, experts, shape.rows)
-        y = layer_of(shape, x, order, 2 * tokens, 2, *both)
+    kind = gate_up.slabs.kind
+    shape = grouped_shape(kind, rounds=name == "w4a8") if is_grouped else persistent(16, kind)
+    order = order_by_expert(ids, experts, shape.rows)
+    y = quant_experts.in_blocks(shape, x, order, 2 * tokens, 2, *both)
     got = combined(y, shares)
     first, second = (w.dequantized(torch.float32).double() for w in (gate_up, down))
     expected = torch.zeros(tokens, hidden, dtype=torch.float64, device=DEVICE)

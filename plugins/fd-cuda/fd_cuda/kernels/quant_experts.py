@@ -12,30 +12,30 @@ from typing import Final
 
 import torch
 
-from . import quant_any, quant_blocks, quant_grouped, quant_persistent
+from . import quant_any, quant_blocks
 from .common import batch_invariant
 from .experts import combined, grouped
 from .experts import moe_experts as experts_in_halves
 from .experts import tiles_for as tiles_of_experts
 from .norm import silu_and_mul
-from .quant_grouped import grouped_shape
+from .quant_grouped import grouped_product, grouped_shape, of_slabs
 from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
 from .quant_linear import TILE_ENDS, native_runs, with_copies
 from .quant_native import Grouping, as_numbers, product, unpack
 from .quant_order import gathered
+from .quant_persistent import persistent_product
 from .quant_round import FP8_BLOCK
 from .quant_shapes import (
     Blocks,
     Few,
     Grouped,
     Persistent,
-    Shape,
     Tile,
     blocks,
     persistent,
 )
 from .quant_weights import Weights
-from .routing import order_by_expert
+from .routing import Order, order_by_expert
 
 # Up to so many tokens every assignment is a block of its own.
 _ALONE: Final = 2
@@ -90,51 +90,87 @@ def moe_experts(
         if of_numbers and each > _MANY_NUMBERS and first.in_features % 16 == 0:
             first, second = as_numbers(first), as_numbers(second)
             shape = choose(first, each)
-    slots = tokens * top_k
+    if isinstance(shape, Few):
+        y = _of_few_rows(shape, x, topk_ids, (gate_up, first), (down, second))
+        return combined(y, topk_weights)
+    slots, order = tokens * top_k, order_by_expert(topk_ids, first.num_experts, shape.rows)
     if isinstance(shape, Blocks):
-        order = order_by_expert(topk_ids, first.num_experts, shape.rows)
         y = quant_blocks.experts(shape, x, order, slots, first, second)
-        return combined(y, topk_weights)
-    if isinstance(shape, Grouped):
-        order = order_by_expert(topk_ids, first.num_experts, shape.rows)
-        y = quant_grouped.experts(shape, x, order, slots, top_k, (gate_up, first), (down, second))
-        return combined(y, topk_weights)
-    if isinstance(shape, Persistent):
-        order, of = order_by_expert(topk_ids, first.num_experts, shape.rows), (gate_up, first)
-        y = quant_persistent.experts(shape, x, order, slots, top_k, of, (down, second))
-        return combined(y, topk_weights)
-    if isinstance(shape, Tile):
-        order = order_by_expert(topk_ids, first.num_experts, shape.rows)
-        grouping, rows = Grouping(slots, 1, order), gathered(x, order, slots, top_k)
-        hidden = _product(shape, rows, gate_up, first, grouping, paired=True)
-        return combined(_product(shape, hidden, down, second, grouping, paired=False), topk_weights)
-    if tokens <= _ALONE and isinstance(shape, Few):
-        groups = [Grouping(slots, divisor, ids=topk_ids) for divisor in (top_k, 1)]
     else:
-        order = order_by_expert(topk_ids, first.num_experts, shape.rows)
-        groups = [Grouping(slots, divisor, order) for divisor in (top_k, 1)]
-    hidden = _product(shape, x, gate_up, first, groups[0], paired=True)
-    return combined(_product(shape, hidden, down, second, groups[1], paired=False), topk_weights)
+        y = in_blocks(shape, x, order, slots, top_k, (gate_up, first), (down, second))
+    return combined(y, topk_weights)
+
+
+def _of_few_rows(
+    shape: Few,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    gate_up: tuple[Weights, Slabs],
+    down: tuple[Weights, Slabs],
+) -> torch.Tensor:
+    """[slots, H]: the gated MLPs of the chosen experts, whose rows are read where they are."""
+    slots, (tokens, top_k) = topk_ids.numel(), topk_ids.shape
+    ids = topk_ids if tokens <= _ALONE else None
+    count = gate_up[1].num_experts
+    order = order_by_expert(topk_ids, count, shape.rows) if ids is None else None
+    y = x
+    for (weight, slabs), divisor, paired in ((gate_up, top_k, True), (down, 1, False)):
+        seen, scales = weight.round(y)
+        y = product(
+            shape, seen, slabs, None, dtype=x.dtype, x_scales=scales,
+            grouping=Grouping(slots, divisor, order, ids), paired=paired,
+        )  # fmt: skip
+    return y
+
+
+def in_blocks(
+    shape: Tile | Persistent | Grouped,
+    x: torch.Tensor,
+    order: Order,
+    slots: int,
+    top_k: int,
+    gate_up: tuple[Weights, Slabs],
+    down: tuple[Weights, Slabs],
+) -> torch.Tensor:
+    """[slots, H]: the gated MLPs of the experts that rows slot // top_k of x go to in this order,
+    in which a kernel puts them."""
+    by_words, (weight, first), (other, second) = isinstance(shape, Grouped), gate_up, down
+    scales = None
+    if weight.rounding:
+        rows, scales = weight.numbers(x, into=order, by_words=by_words)
+    else:
+        rows = gathered(x, order, slots, top_k)
+    hidden = _product(shape, rows, scales, first, x.dtype, order, slots, paired=True)
+    if other.rounding:
+        hidden, scales = other.numbers(hidden, order, by_words=by_words)
+    return _product(shape, hidden, scales, second, x.dtype, order, slots, paired=False)
 
 
 def _product(
-    shape: Shape,
+    shape: Tile | Persistent | Grouped,
     x: torch.Tensor,
-    weight: Weights,
+    scales: torch.Tensor | None,
     slabs: Slabs,
-    grouping: Grouping,
+    dtype: torch.dtype,
+    order: Order,
+    slots: int,
     *,
     paired: bool,
 ) -> torch.Tensor:
-    seen, scales = weight.round(x)
-    return product(
-        shape, seen, slabs, None, dtype=x.dtype, x_scales=scales, grouping=grouping, paired=paired
+    if isinstance(shape, Grouped):
+        matrix = of_slabs(shape, slabs, dtype)
+        return grouped_product(shape, x, scales, matrix, dtype, order, slots, paired=paired)
+    grouping = Grouping(slots, 1, order)
+    if isinstance(shape, Tile):
+        return product(shape, x, slabs, None, grouping=grouping, paired=paired)
+    return persistent_product(
+        shape, x, scales, slabs, None, dtype, grouping=grouping, paired=paired
     )
 
 
 def choose(
     slabs: Slabs, each: float, *, rounds: bool = False
-) -> Shape | Persistent | Blocks | Grouped:
+) -> Few | Tile | Persistent | Blocks | Grouped:
     """The kernel for so many rows an expert, by what was measured on an H200 with 64 experts of
     2560 x 1536: between points of those tables a choice is a guess. `rounds`: of int4, whether
     activations are rounded."""

@@ -18,7 +18,6 @@ from .quant_shapes import MOST_DYNAMIC, Grouped, grouped_shared, slab_bytes
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight
 
-    from .quant_weights import Weights
     from .routing import Order
 
 _EIGHT = 8  # rows of x that one copy brings
@@ -125,30 +124,6 @@ def grouped_product(
     return y
 
 
-def experts(
-    shape: Grouped,
-    x: torch.Tensor,
-    order: Order,
-    num_slots: int,
-    top_k: int,
-    gate_up: tuple[Weights, Slabs],
-    down: tuple[Weights, Slabs],
-) -> torch.Tensor:
-    """[num_slots, H]: the gated MLPs of the experts that rows slot // top_k of x go to in this
-    order."""
-    (weight, _), (other, _) = gate_up, down
-    first, second = (of_slabs(shape, slabs, x.dtype) for _, slabs in (gate_up, down))
-    scales = None
-    if weight.rounding:
-        given, scales = weight.numbers(x, into=order, by_words=True)
-    else:
-        given = gathered(x, order, num_slots, top_k)
-    hidden = grouped_product(shape, given, scales, first, x.dtype, order, num_slots, paired=True)
-    if other.rounding:
-        hidden, scales = other.numbers(hidden, order, by_words=True)
-    return grouped_product(shape, hidden, scales, second, x.dtype, order, num_slots, paired=False)
-
-
 def clamped_experts(
     shape: Grouped,
     x: torch.Tensor,
@@ -159,7 +134,8 @@ def clamped_experts(
     down: tuple[PackedWeight, torch.Tensor | None],
     clamp: tuple[float, float],
 ) -> torch.Tensor:
-    """The same of moe_experts_clamped in MXFP4, with biases."""
+    """[num_slots, H]: the clamped MLPs of the experts that rows slot // top_k of x go to in this
+    order, in MXFP4 and with biases."""
     first, second = (of_mxfp4(shape, *own) for own in (gate_up, down))
     given = gathered(x, order, num_slots, top_k, by_steps=True)
     hidden = grouped_product(

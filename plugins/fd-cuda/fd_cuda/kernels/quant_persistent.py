@@ -3,8 +3,6 @@ quant_persistent.cu."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from . import native
@@ -12,12 +10,7 @@ from .common import num_processors
 from .native import tensor_map
 from .quant_layout import FP8_ROWS, INT8_ROWS, SLAB_ROWS, TURN, Slabs
 from .quant_native import Grouping
-from .quant_order import gathered
-from .quant_shapes import Persistent, boxes, persistent, persistent_shared, slab_bytes
-
-if TYPE_CHECKING:
-    from .quant_weights import Weights
-    from .routing import Order
+from .quant_shapes import Persistent, boxes, persistent_shared, slab_bytes
 
 
 def persistent_product(
@@ -134,42 +127,3 @@ def _weight_boxes(weight: Slabs, outputs: int, *, paired: bool) -> bytes:
         stored = weight.data.view(-1, weight.out_features, weight.in_features)
         return tensor_map.gate_boxes(stored, outputs)
     return tensor_map.boxes(weight.data.view(-1, weight.in_features), outputs)
-
-
-def experts(
-    shape: Persistent,
-    x: torch.Tensor,
-    order: Order,
-    num_slots: int,
-    top_k: int,
-    gate_up: tuple[Weights, Slabs],
-    down: tuple[Weights, Slabs],
-) -> torch.Tensor:
-    """[num_slots, H]: the gated MLPs of the experts that rows slot // top_k of x go to in this
-    order."""
-    grouping = Grouping(num_slots, 1, order)
-
-    def multiply(
-        rows: torch.Tensor, scales: torch.Tensor | None, of: tuple[Weights, Slabs], *, paired: bool
-    ) -> torch.Tensor:
-        slabs = of[1]
-        own = persistent(shape.rows, slabs.kind)
-        return persistent_product(
-            own, rows, scales, slabs, None, x.dtype, grouping=grouping, paired=paired
-        )
-
-    hidden = multiply(*in_order(x, gate_up, order, num_slots, top_k), gate_up, paired=True)
-    weight, slabs = down
-    seen = weight.numbers(hidden, order) if _is_by_rows(slabs) else weight.round(hidden)
-    return multiply(*seen, down, paired=False)
-
-
-def in_order(
-    x: torch.Tensor, of: tuple[Weights, Slabs], order: Order, num_slots: int, divisor: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows slot // divisor of x in the order of the blocks as the product sees them, and their
-    scales; what no slot has is any."""
-    weight, slabs = of
-    if not weight.rounding:
-        return gathered(x, order, num_slots, divisor), None
-    return weight.numbers(x, into=order) if _is_by_rows(slabs) else weight.round(x, into=order)

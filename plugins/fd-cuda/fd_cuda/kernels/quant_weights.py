@@ -100,19 +100,16 @@ class Weights:
         numbers: torch.Tensor = self.packed.dequantize()
         return numbers.to(dtype)
 
-    def round(
-        self, x: torch.Tensor, into: Order | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def round(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(x as the product sees it, what rows of the result are multiplied with). Rounded numbers
-        of half floats come in float16, which holds them and is what fp8 weights become fastest.
-        `into`, where the format rounds by row: the order in which rows come out."""
+        of half floats come in float16, which holds them and is what fp8 weights become fastest."""
         if not self.rounding:
             return x, None
         dtype = torch.float32 if x.dtype == torch.float32 else torch.float16
         if self.rounding == "block":
             return round_blocks(x, dtype)
         is_fp8 = self.rounding == "fp8"
-        return round_rows(x, dtype, self.input_scale, is_fp8=is_fp8, into=into)
+        return round_rows(x, dtype, self.input_scale, is_fp8=is_fp8)
 
     def numbers(
         self,
