@@ -33,9 +33,6 @@ class Few:
         """Rows of x that a block computes."""
         return 8 * self.tiles
 
-    def __str__(self) -> str:
-        return f"few {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r"
-
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -66,13 +63,6 @@ class Tile:
         """Those that multiply and those that unpack."""
         return self.groups * 128 + self.unpackers * 32
 
-    def __str__(self) -> str:
-        tile = f"{self.rows}x{self.outputs}"
-        return (
-            f"tile {tile} /{self.split} {self.stages}st {self.unpackers}u{self.teams} {self.ahead}a"
-            f" {self.resident}r"
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Persistent:
@@ -92,9 +82,6 @@ class Persistent:
     def threads(self) -> int:
         """Those that multiply, and four warps of which one feeds."""
         return self.groups * 128 + 128
-
-    def __str__(self) -> str:
-        return f"persistent {self.rows}x{self.groups * 64} /{self.split} {self.stages}st"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +108,6 @@ class Blocks:
         """Those that multiply, and four warps of which two feed."""
         return 2 * 128 + 128
 
-    def __str__(self) -> str:
-        return f"blocks {self.rows}x{self.columns} /{self.split} {self.stages}st"
-
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
@@ -143,9 +127,6 @@ class Grouped:
     def threads(self) -> int:
         """Those that multiply, and four warps of which one feeds."""
         return self.groups * 128 + 128
-
-    def __str__(self) -> str:
-        return f"grouped {self.rows}x{self.slabs * 16} {self.stages}st"
 
 
 Shape = Few | Tile

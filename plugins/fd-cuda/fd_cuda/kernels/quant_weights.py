@@ -133,14 +133,11 @@ class Weights:
     def see(self, x: torch.Tensor, shape: Chosen) -> Seen:
         """x as this kernel takes it."""
         rows, to = x.shape[0], self.number_type(shape)
-        if to is None:
-            return Seen(x, None, rows, x.dtype)
-        if self.rounding != "block":
-            is_fp8 = self.rounding == "fp8"
-            return Seen(*round_rows(x, to, self.input_scale, is_fp8=is_fp8), rows, x.dtype)
-        if to == torch.float16:
-            return Seen(*round_blocks(x, to), rows, x.dtype)
-        return Seen(*fp8_blocks(x, WHOLE if shape is None else 1), rows, x.dtype)
+        if to in (None, torch.float16):
+            return Seen(*self.round(x), rows, x.dtype)
+        if self.rounding == "block":
+            return Seen(*fp8_blocks(x, WHOLE if shape is None else 1), rows, x.dtype)
+        return Seen(*self.numbers(x), rows, x.dtype)
 
     def number_type(self, shape: Chosen) -> torch.dtype | None:
         """What activations are rounded to for this kernel; None: they are not. Few rows are read in
