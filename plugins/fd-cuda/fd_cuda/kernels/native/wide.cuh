@@ -47,80 +47,59 @@ __device__ __forceinline__ void store_transposed(u32 address, u32 first, u32 sec
 #define D8 D4 ",%4,%5,%6,%7"
 #define D16 D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define D32 D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define D40 D32 ",%32,%33,%34,%35,%36,%37,%38,%39"
-#define D48 D40 ",%40,%41,%42,%43,%44,%45,%46,%47"
-#define D56 D48 ",%48,%49,%50,%51,%52,%53,%54,%55"
-#define D64 D56 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define D48 D32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define D64 D48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define D80 D64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define D96 D80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define D104 D96 ",%96,%97,%98,%99,%100,%101,%102,%103"
 #define D112 D104 ",%104,%105,%106,%107,%108,%109,%110,%111"
-#define D120 D112 ",%112,%113,%114,%115,%116,%117,%118,%119"
-#define D128 D120 ",%120,%121,%122,%123,%124,%125,%126,%127"
+#define D128 D112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #if BN == 256
 #define D_LIST "{" D128 "}"
 #define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32), R32(c, d, 64), R32(c, d, 96)
-#define SIZE "m64n256"
-#define BOTH_SHARED "%128, %129"
-#define FLAG "%130"
-#define ONE_SHARED "{%128,%129,%130,%131}, %132"
+#define OTHERS 128, 129, 130, 131, 132
 #elif BN == 208
 #define D_LIST "{" D104 "}"
 #define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32), R32(c, d, 64), R8(c, d, 96)
-#define SIZE "m64n208"
-#define BOTH_SHARED "%104, %105"
-#define FLAG "%106"
-#define ONE_SHARED "{%104,%105,%106,%107}, %108"
+#define OTHERS 104, 105, 106, 107, 108
 #elif BN == 192
 #define D_LIST "{" D96 "}"
 #define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32), R32(c, d, 64)
-#define SIZE "m64n192"
-#define BOTH_SHARED "%96, %97"
-#define FLAG "%98"
-#define ONE_SHARED "{%96,%97,%98,%99}, %100"
+#define OTHERS 96, 97, 98, 99, 100
 #elif BN == 160
 #define D_LIST "{" D80 "}"
 #define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32), R16(c, d, 64)
-#define SIZE "m64n160"
-#define BOTH_SHARED "%80, %81"
-#define FLAG "%82"
-#define ONE_SHARED "{%80,%81,%82,%83}, %84"
+#define OTHERS 80, 81, 82, 83, 84
 #elif BN == 128
 #define D_LIST "{" D64 "}"
 #define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32)
-#define SIZE "m64n128"
-#define BOTH_SHARED "%64, %65"
-#define FLAG "%66"
-#define ONE_SHARED "{%64,%65,%66,%67}, %68"
+#define OTHERS 64, 65, 66, 67, 68
 #elif BN == 96
 #define D_LIST "{" D48 "}"
 #define D_REGS(c, d) R32(c, d, 0), R16(c, d, 32)
-#define SIZE "m64n96"
-#define BOTH_SHARED "%48, %49"
-#define FLAG "%50"
-#define ONE_SHARED "{%48,%49,%50,%51}, %52"
+#define OTHERS 48, 49, 50, 51, 52
 #elif BN == 64
 #define D_LIST "{" D32 "}"
 #define D_REGS(c, d) R32(c, d, 0)
-#define SIZE "m64n64"
-#define BOTH_SHARED "%32, %33"
-#define FLAG "%34"
-#define ONE_SHARED "{%32,%33,%34,%35}, %36"
+#define OTHERS 32, 33, 34, 35, 36
 #elif BN == 32
 #define D_LIST "{" D16 "}"
 #define D_REGS(c, d) R16(c, d, 0)
-#define SIZE "m64n32"
-#define BOTH_SHARED "%16, %17"
-#define FLAG "%18"
-#define ONE_SHARED "{%16,%17,%18,%19}, %20"
+#define OTHERS 16, 17, 18, 19, 20
 #elif BN == 16
 #define D_LIST "{" D8 "}"
 #define D_REGS(c, d) R8(c, d, 0)
-#define SIZE "m64n16"
-#define BOTH_SHARED "%8, %9"
-#define FLAG "%10"
-#define ONE_SHARED "{%8,%9,%10,%11}, %12"
+#define OTHERS 8, 9, 10, 11, 12
 #endif
+#define WITH(macro, ...) macro(__VA_ARGS__)
+#define TEXT(x) #x
+#define SIZE "m64n" WITH(TEXT, BN)
+#define TWO(a, b, c, d, e) "%" #a ", %" #b
+#define THIRD_ONE(a, b, c, d, e) "%" #c
+#define FOUR_AND_ONE(a, b, c, d, e) "{%" #a ",%" #b ",%" #c ",%" #d "}, %" #e
+#define BOTH_SHARED WITH(TWO, OTHERS)
+#define FLAG WITH(THIRD_ONE, OTHERS)
+#define ONE_SHARED WITH(FOUR_AND_ONE, OTHERS)
 
 __device__ __forceinline__ void fence_registers(float* d) {
 #pragma unroll
