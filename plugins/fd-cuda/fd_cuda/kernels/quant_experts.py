@@ -19,7 +19,7 @@ from .experts import moe_experts as experts_in_halves
 from .experts import tiles_for as tiles_of_experts
 from .norm import silu_and_mul
 from .quant_grouped import grouped_product, grouped_shape, of_slabs
-from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
+from .quant_layout import CCQ, INT4, Slabs
 from .quant_linear import TILE_ENDS, native_runs, with_copies
 from .quant_native import Grouping, as_numbers, product, unpack
 from .quant_order import gathered
@@ -174,7 +174,7 @@ def choose(
     """The kernel for so many rows an expert, by what was measured on an H200 with 64 experts of
     2560 x 1536: between points of those tables a choice is a guess. `rounds`: of int4, whether
     activations are rounded."""
-    by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
+    by_rows = slabs.lies_by_rows
     if batch_invariant():
         if slabs.kind == CCQ:
             return Few(4, 2, 8, 4, 1)

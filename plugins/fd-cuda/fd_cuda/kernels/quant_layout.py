@@ -38,6 +38,11 @@ class Slabs:
     )  # groups as kernels read them
 
     @property
+    def lies_by_rows(self) -> bool:
+        """Whether numbers are a matrix, of which both kernels here and cuBLAS read whole rows."""
+        return self.kind in (INT8_ROWS, FP8_ROWS)
+
+    @property
     def num_slabs(self) -> int:
         """Sixteens of outputs, padding counted."""
         return -(-self.out_features // SLAB_ROWS)

@@ -112,12 +112,12 @@ def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Chosen:
     activations are rounded, so that many rows of int4 are better multiplied as int8."""
     if batch_invariant():
         # One order of sums for all numbers of rows.
-        if slabs.kind in (INT8_ROWS, FP8_ROWS):
+        if slabs.lies_by_rows:
             return persistent(64, slabs.kind, 1)
         if slabs.kind == CCQ:
             return None
         return with_copies(Tile(128, 128, 1, 4, 8, 4, 1), slabs.kind, slabs.scaled)
-    if slabs.kind in (INT8_ROWS, FP8_ROWS):
+    if slabs.lies_by_rows:
         # Eight rows of x are read as float16 with the weights; more are worth the matrix units' own
         # int8 and fp8.
         if rows <= 8:

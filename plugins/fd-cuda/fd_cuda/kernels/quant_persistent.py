@@ -8,7 +8,7 @@ import torch
 from . import native
 from .common import num_processors
 from .native import tensor_map
-from .quant_layout import FP8_ROWS, INT8_ROWS, SLAB_ROWS, TURN, Slabs
+from .quant_layout import SLAB_ROWS, TURN, Slabs
 from .quant_native import Grouping
 from .quant_shapes import Persistent, boxes, persistent_shared, slab_bytes
 
@@ -35,7 +35,7 @@ def persistent_product(
     y = torch.empty((num_rows, width), dtype=dtype, device=x.device)
     order = None if grouping is None else grouping.order
     blocks = -(-x.shape[0] // shape.rows) if grouping is None else grouping.blocks
-    by_rows, turns = _is_by_rows(weight), _turns(weight)
+    by_rows, turns = weight.lies_by_rows, _turns(weight)
     # The copy engine stores rows that begin at whole 16 bytes, where they lie like those of the
     # tiles.
     is_boxed = grouping is None and shape.split == 1 and weight.out_features % 8 == 0
@@ -75,13 +75,9 @@ def persistent_product(
     return y
 
 
-def _is_by_rows(weight: Slabs) -> bool:
-    return weight.kind in (INT8_ROWS, FP8_ROWS)
-
-
 def _turns(weight: Slabs) -> int:
     """Steps over the inputs."""
-    return -(-weight.in_features // (2 * TURN)) if _is_by_rows(weight) else weight.num_turns
+    return -(-weight.in_features // (2 * TURN)) if weight.lies_by_rows else weight.num_turns
 
 
 def _memory(shape: Persistent, weight: Slabs, *, is_boxed: bool) -> tuple[int, int]:
@@ -104,7 +100,7 @@ def _kernel(
         "HALF": int(of_x == torch.float16),
         "Y_HALF": int(of_y == torch.float16),
         "FORMAT": weight.kind,
-        "SCALED": 0 if _is_by_rows(weight) else weight.scaled,
+        "SCALED": 0 if weight.lies_by_rows else weight.scaled,
         "BY_BLOCK": int(weight.block_scales is not None),
         "BN": shape.rows,
         "BOX_ROWS": shape.box_rows,
@@ -119,7 +115,7 @@ def _kernel(
 def _weight_boxes(weight: Slabs, outputs: int, *, paired: bool) -> bytes:
     """What one copy brings of a tile of so many outputs; of slabs of gates and what belongs to them
     it takes two."""
-    if not _is_by_rows(weight):
+    if not weight.lies_by_rows:
         size = slab_bytes(weight.kind)
         slabs = weight.data.view(-1, weight.num_turns * size)
         return tensor_map.slab_boxes(slabs, size, outputs // SLAB_ROWS // (1 + paired))

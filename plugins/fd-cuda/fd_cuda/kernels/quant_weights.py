@@ -144,7 +144,7 @@ class Weights:
         float16, which holds the numbers, many as the matrix units' own int8 and fp8."""
         if not self.rounding or self.slabs is None:
             return None
-        lies_by_rows = self.slabs.kind in (INT8_ROWS, FP8_ROWS)
+        lies_by_rows = self.slabs.lies_by_rows
         if shape is None:
             is_stored = lies_by_rows or self.slabs.in_features % 16 == 0
         else:
