@@ -4,7 +4,7 @@ which the lanes of a warp hold them (native/quant.cuh).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -56,16 +56,6 @@ class Slabs:
     def scaled(self) -> int:
         """As native/quant.cuh spells it."""
         return 0 if self.groups is None else int(self.groups.shape[-3])
-
-    def expert(self, index: int) -> Slabs:
-        """One expert's matrix; shares memory."""
-        groups = None if self.groups is None else self.groups[index]
-        blocks = None if self.block_scales is None else self.block_scales[index]
-        codes = None if self.codes is None else self.codes[index]
-        return replace(
-            self, num_experts=0, data=self.data[index], scales=self.scales[index], groups=groups,
-            block_scales=blocks, codes=codes, tables={},
-        )  # fmt: skip
 
     def table(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Groups in the dtype of the activations."""

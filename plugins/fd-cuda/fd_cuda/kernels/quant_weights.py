@@ -69,13 +69,6 @@ class Weights:
     slabs: Slabs | None
     packed: PackedWeight | None
 
-    def expert(self, index: int) -> Weights:
-        """One expert's matrix; shares memory."""
-        slabs = None if self.slabs is None else self.slabs.expert(index)
-        return replace(
-            self, slabs=slabs, packed=None if self.packed is None else self.packed.expert(index)
-        )
-
     @property
     def unread(self) -> PackedWeight:
         """The weight in its internal format, where no native kernel reads it."""
