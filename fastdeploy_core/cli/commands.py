@@ -50,11 +50,11 @@ def find(name: str) -> Callable[[Sequence[str]], int]:
 
 def help_text(group: str = "") -> str:
     """What `fastdeploy --help` prints, or `fastdeploy GROUP --help`."""
-    from fastdeploy_core.cli.kept import kept
+    from fastdeploy_core.cli.help_cache import cached
 
     rows = {name: summary for name, (_, summary) in CORE_COMMANDS.items()}
     rows |= {group: f"{text}: fastdeploy {group} --help" for group, text in GROUPS.items()}
-    rows |= kept(_installed)
+    rows |= cached(_installed)
     missing = _table(_missing(rows), group)
     shown = _table(rows, group)
     words = f"fastdeploy {group}".rstrip()

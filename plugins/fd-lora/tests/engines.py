@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peft_adapters import NUM_GREEDY
+from peft_adapters import NUM_GREEDY, PROMPT_LENGTHS
 from safetensors.numpy import save_file
 
 from fastdeploy_core.api.llm import LLM
@@ -22,6 +22,7 @@ ROOM = {
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_GREEDY, ignore_eos=True)
 SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=-1)
 RAW = {"max_logprobs": -1, "logprobs_mode": "raw_logits"}
+TOLERANCE = 1e-4  # of the largest logit
 
 
 def answer(folder: Path, name: str, number: int = 1) -> tuple[list[int], np.ndarray, list[int]]:
@@ -87,3 +88,15 @@ def write_adapter(
     settings["target_parameters"] = list(parameters)
     (folder / name / "adapter_config.json").write_text(json.dumps(settings))
     return folder / name
+
+
+def check_logits(llm: LLM, folder: Path, name: str) -> tuple[list[list[int]], list[list[int]]]:
+    """That an adapter's logits are PEFT's. Returns the prompts, and PEFT's greedy tokens."""
+    answers = [answer(folder, name, number) for number in range(len(PROMPT_LENGTHS))]
+    prompts = [prompt for prompt, _, _ in answers]
+    outputs = ask(llm, prompts, [lora(folder, name)] * len(prompts), SCORED)
+    for output, (_, logits, _) in zip(outputs, answers, strict=True):
+        theirs = logits[:-1]
+        ours = logits_of(output, theirs.shape[1])
+        assert np.abs(ours - theirs).max() < TOLERANCE * np.abs(theirs).max()
+    return prompts, [greedy for _, _, greedy in answers]

@@ -21,11 +21,11 @@ import triton.language as tl
 from . import many_rows
 from .common import batch_invariant, cdiv, join_chain, options, pad2
 
-_SOME = 4096  # rows of which a step's tiles leave much of the GPU idle: programs have less to do
+_UNDERFILLED = 4096  # rows up to which tiles leave much of the GPU idle: programs get less to do
 _SPLITS = 4  # most parts of the inputs
-_SHARE, _SHARE_OF_SOME = 1024, 256  # the least inputs of one
+_SHARE, _SHARE_UNDERFILLED = 1024, 256  # the least inputs of one
 # Programs that share out a tile's adapters: one tile has a step's decoded tokens, of all.
-_TURNS, _TURNS_OF_SOME = 4, 8
+_TURNS, _TURNS_UNDERFILLED = 4, 8
 _GATED, _PLAIN = many_rows.Shape(64, 4, 3), many_rows.Shape(128, 8, 3)
 _ADD = many_rows.Shape(256, 8, 3)
 
@@ -231,13 +231,13 @@ def sums_of(
     # Numbers of A in shared memory; what is multiplied in float32 takes twice the room.
     held = 16384 if x.dtype == torch.bfloat16 else 8192
     rows, columns = 64 if ranks <= 64 else 16, max(16, min(64, pad2(depth), held // padded))
-    is_some = num_rows <= _SOME
-    least = _SHARE_OF_SOME if is_some and not batch_invariant() else _SHARE
+    is_underfilled = num_rows <= _UNDERFILLED
+    least = _SHARE_UNDERFILLED if is_underfilled and not batch_invariant() else _SHARE
     splits = max(1, min(_SPLITS, depth // least))
     share = cdiv(cdiv(depth, splits), columns) * columns
     splits = cdiv(depth, share)
     inner = torch.empty((splits, num_rows, ranks), dtype=torch.float32, device=x.device)
-    turns = min(_TURNS_OF_SOME if is_some else _TURNS, a.shape[0])
+    turns = min(_TURNS_UNDERFILLED if is_underfilled else _TURNS, a.shape[0])
     _sums[(turns, cdiv(num_rows, rows), splits)](
         x, a, inner, slots, num_rows, x.stride(0), K=depth, RANKS=ranks, PADDED=padded, SHARE=share,
         TURNS=turns, BM=rows, BK=columns,

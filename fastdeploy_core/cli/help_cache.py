@@ -13,7 +13,7 @@ from pathlib import Path
 from fastdeploy_core import __version__, envs
 
 
-def kept(read: Callable[[], dict[str, str]]) -> dict[str, str]:
+def cached(read: Callable[[], dict[str, str]]) -> dict[str, str]:
     """What read() returned last time, while nothing was installed, removed or chosen since: a file
     of FD_CACHE_DIR for each Python environment. Where there can be none, read() alone."""
     chosen = (envs.FD_PLUGINS, envs.FD_PLUGINS_DISABLED, envs.FD_PLUGINS_PREFERRED)
