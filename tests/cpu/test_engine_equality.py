@@ -25,7 +25,7 @@ from tests.cpu.engine_mixes import (
 
 VARIANTS = ("ernie-moe", "qwen3")
 NUM_MIXES = (15, pytest.param(110, marks=[pytest.mark.slow, pytest.mark.timeout(900)]))  # per model
-NUM_RANK_MIXES = (6, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(900)]))
+NUM_RANK_MIXES = (3, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(900)]))
 
 
 @pytest.fixture(scope="module")
