@@ -61,8 +61,8 @@ PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("*/pyproject.
 # Files of tests/cpu about the engine and families: in `tests` on torch only, which needs half the
 # time for them, and on PaddlePaddle in session `engine`; the longer ones on both there.
 ONCE = (
-    *("engine_equality", "engine_graphs", "prompt_graphs"),
-    *("quant_models", "serve_demo", "step_graphs"),
+    *("engine_equality", "engine_graphs", "gguf_damage", "prompt_graphs"),
+    *("quant_models", "serve_demo", "step_graphs", "text_alone"),
 )
 LONG = (
     *("config_fuzz", "process_growth", "two_threads"),
@@ -75,7 +75,7 @@ LONG = (
 )
 # Other files that take minutes, of several processes most: session `engine` has them, on torch.
 LATER = (
-    *("tests/docs/test_migrate.py", "tests/docs/test_two_nodes.py"),
+    *("tests/docs/test_examples.py", "tests/docs/test_migrate.py", "tests/docs/test_two_nodes.py"),
     "tests/plugins/test_checkpoint_formats.py",
     *("tests/plugins/test_doctor.py", "tests/plugins/test_hostile.py"),
     *("tests/plugins/test_eagle_engine.py", "tests/plugins/test_eagle_math.py"),
@@ -90,14 +90,12 @@ LATER = (
     "tests/unit/test_engine_deaths.py",
 )
 INTERPRETED = (
-    *("test_quant*", "test_*_blocks", "test_attention*", "test_kernels", "test_native_prompts"),
-    "test_states",
+    *("test_attention*", "test_*_blocks", "test_expert_lora", "test_kernels", "test_lora"),
+    *("test_native_prompts", "test_quant*", "test_states"),
 )
 REAL_SERVERS = ("test_prefill*", "test_kv_events", "test_router")  # of fd-router's
 # Of fd-vision's, with whole models.
-SEEING = (
-    *("test_apart", "test_caches", "test_drafts", "test_mixes", "test_parity", "test_video"),
-)
+SEEING = ("test_apart", "test_caches", "test_drafts", "test_mixes", "test_parity", "test_video")
 # Plugins whose suites need neither a compiler nor hardware, so `tests` has them, too, each with the
 # files that it leaves to session `plugins`: what takes minutes, such as Triton's interpreter.
 LIGHT: dict[str, tuple[str, ...]] = {

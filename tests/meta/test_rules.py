@@ -185,8 +185,7 @@ def test_no_vendor_name_in_core() -> None:
     found = {
         _relative(path): sorted(hit)
         for path in CORE
-        if _relative(path) not in VENDOR_EXEMPT
-        and (hit := _names(_nodes(path)) & set(VENDORS))
+        if _relative(path) not in VENDOR_EXEMPT and (hit := _names(_nodes(path)) & set(VENDORS))
     }
     assert not found, found
 
@@ -194,9 +193,7 @@ def test_no_vendor_name_in_core() -> None:
 def test_core_names_no_checkpoint_format_of_a_plugin() -> None:
     formats = set(providers("checkpoint_format"))
     found = {
-        _relative(path): sorted(hit)
-        for path in CORE
-        if (hit := _names(_nodes(path)) & formats)
+        _relative(path): sorted(hit) for path in CORE if (hit := _names(_nodes(path)) & formats)
     }
     assert formats and not found, found
 
