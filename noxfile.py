@@ -95,14 +95,17 @@ INTERPRETED = (
 )
 REAL_SERVERS = ("test_prefill*", "test_kv_events", "test_router")  # of fd-router's
 # Of fd-vision's, with whole models.
-SEEING = ("test_apart", "test_caches", "test_drafts", "test_mixes", "test_parity", "test_video")
+SEEING = (
+    *("test_apart", "test_caches", "test_demo", "test_drafts", "test_mixes", "test_parity"),
+    "test_video",
+)
 # Plugins whose suites need neither a compiler nor hardware, so `tests` has them, too, each with the
 # files that it leaves to session `plugins`: what takes minutes, such as Triton's interpreter.
 LIGHT: dict[str, tuple[str, ...]] = {
     "fastdeploy-testing": ("test_mutants",),
     "fd-accelerator": (),
     "fd-agent-apis": (),
-    "fd-beam-search": (),
+    "fd-beam-search": ("test_offline",),
     "fd-bench": (),
     "fd-calibrate": (),
     "fd-cuda": INTERPRETED,
