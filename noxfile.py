@@ -61,8 +61,9 @@ PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("*/pyproject.
 # Files of tests/cpu about the engine and families: in `tests` on torch only, which needs half the
 # time for them, and on PaddlePaddle in session `engine`; the longer ones on both there.
 ONCE = (
-    *("engine_equality", "engine_graphs", "gguf_damage", "prompt_graphs"),
-    *("quant_models", "serve_demo", "step_graphs", "text_alone"),
+    *("engine_equality", "engine_graphs", "gguf_damage", "model_runner"),
+    *("parity_tensor_parallel", "prompt_graphs", "quant_models", "serve_demo", "step_graphs"),
+    "text_alone",
 )
 LONG = (
     *("config_fuzz", "process_growth", "two_threads"),
@@ -91,7 +92,7 @@ LATER = (
 )
 INTERPRETED = (
     *("test_attention*", "test_*_blocks", "test_expert_lora", "test_kernels", "test_lora"),
-    *("test_native_prompts", "test_quant*", "test_states"),
+    *("test_native_decode", "test_native_prompts", "test_quant*", "test_states"),
 )
 REAL_SERVERS = ("test_prefill*", "test_kv_events", "test_router")  # of fd-router's
 # Of fd-vision's, with whole models.
