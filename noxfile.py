@@ -202,10 +202,9 @@ def _libraries(session: nox.Session) -> tuple[list[str], list[str]]:
     return [arguments[at + 1]], arguments[:at] + arguments[at + 2 :]
 
 
-def _suite(name: str) -> list[str]:
-    """What gives a light plugin's suite to pytest."""
-    folder = f"plugins/{name}/tests"
-    return [folder, *(f"--ignore-glob=*/{folder}/{file}.py" for file in LIGHT[name])]
+def _suite(name: str, folder: str) -> list[str]:
+    """What gives a light plugin's suite, in this folder, to pytest."""
+    return [folder, *(f"--ignore-glob={folder}/{file}.py" for file in LIGHT[name])]
 
 
 def _run_light(session: nox.Session) -> None:
@@ -218,14 +217,14 @@ def _run_light(session: nox.Session) -> None:
         own = settings["tool"]["pytest"]["ini_options"].get("pythonpath", [])
         paths += [os.path.normpath(f"plugins/{name}/{path}") for path in own]
     pythonpath = f"pythonpath={chr(10).join(dict.fromkeys(paths))}"
-    suites = [argument for name in together for argument in _suite(name)]
+    suites = [word for name in together for word in _suite(name, f"plugins/{name}/tests")]
     runs = {
         # -W: in the settings of the core's tests each warning is an error.
         "the plugins' suites": (
             *(".", "-n2", "--dist=loadfile", "-W", "default", "-o", pythonpath),
             *suites,
         ),
-        **{name: (f"plugins/{name}", *_suite(name)[1:]) for name in APART},
+        **{name: (f"plugins/{name}", *_suite(name, "tests")) for name in APART},
     }
 
     def run(name: str) -> tuple[str, int, str]:
