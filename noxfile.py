@@ -208,21 +208,21 @@ def _suite(name: str, folder: str) -> list[str]:
 
 
 def _run_light(session: nox.Session) -> None:
-    """The suites of LIGHT on torch: most by one run of pytest, for each process imports torch and
-    transformers, and beside it, for tests wait a lot, those apart."""
+    """The suites of LIGHT on torch: most in one run of pytest, since each process has to import
+    torch and transformers. The others run beside it, since many tests wait."""
     together = [name for name in LIGHT if name not in APART]
     paths = ["."]
     for name in together:
         settings = tomllib.loads(Path(f"plugins/{name}/pyproject.toml").read_text("utf-8"))
         own = settings["tool"]["pytest"]["ini_options"].get("pythonpath", [])
         paths += [os.path.normpath(f"plugins/{name}/{path}") for path in own]
-    pythonpath = f"pythonpath={chr(10).join(dict.fromkeys(paths))}"
+    pythonpath = "pythonpath=" + "\n".join(dict.fromkeys(paths))
     suites = [word for name in together for word in _suite(name, f"plugins/{name}/tests")]
     runs = {
         # -W: in the settings of the core's tests each warning is an error.
         "the plugins' suites": (
-            *(".", "-n2", "--dist=loadfile", "-W", "default", "-o", pythonpath),
-            *suites,
+            *(".", "-n2", "--dist=loadfile", "--no-loadscope-reorder"),
+            *("-W", "default", "-o", pythonpath, *suites),
         ),
         **{name: (f"plugins/{name}", *_suite(name, "tests")) for name in APART},
     }
