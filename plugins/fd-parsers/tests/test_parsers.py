@@ -300,12 +300,12 @@ def test_hostile_text_costs_linear_time(kind: Any, name: str) -> None:
     make = (lambda: kind([])) if kind in TOOLS else (lambda: kind("", {}))
     started = time.process_time()
     whole = run(make(), [text])
-    # Linear work takes a second at most, quadratic work a multiple of this.
-    assert time.process_time() - started < 8
+    # Linear work takes a second at most, quadratic work many times six.
+    assert time.process_time() - started < 6
     pieces = [text[i : i + 50] for i in range(0, len(text), 50)]
     started = time.process_time()
     assert run(make(), pieces) == whole
-    assert time.process_time() - started < 8
+    assert time.process_time() - started < 6
 
 
 def test_parsers_evaluate_nothing() -> None:
