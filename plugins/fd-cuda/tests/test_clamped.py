@@ -37,6 +37,17 @@ def matrices(
     return found
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_routing_widens_logits_before_it_computes(dtype: torch.dtype) -> None:
+    """Weights of a softmax in 16 bits would differ in their last bits."""
+    torch.manual_seed(3)
+    kernels: Any = build_kernel_table("cuda", {"tensor_library": "torch"})
+    logits, spec = torch.randn(9, 32).to(DEVICE, dtype), RoutingSpec(32, 4)
+    given = kernels["moe_routing_widened"](logits, None, spec)
+    wanted = kernels["moe_routing"](logits.float(), None, spec)
+    assert all(torch.equal(*pair) for pair in zip(given, wanted, strict=True))
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("is_packed", [True, False], ids=["mxfp4", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if HAS_GPU else [torch.float32])
@@ -145,14 +156,3 @@ def test_one_row_alone_times_its_experts_matrix(depth: int) -> None:
     rows = x.double().repeat_interleave(2, 0)
     wanted = torch.einsum("snk,sk->sn", wide, rows) + bias[experts]
     torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_routing_widens_logits_before_it_computes(dtype: torch.dtype) -> None:
-    """Weights of a softmax in 16 bits would differ in their last bits."""
-    torch.manual_seed(3)
-    kernels: Any = build_kernel_table("cuda", {"tensor_library": "torch"})
-    logits, spec = torch.randn(9, 32).to(DEVICE, dtype), RoutingSpec(32, 4)
-    given = kernels["moe_routing_widened"](logits, None, spec)
-    wanted = kernels["moe_routing"](logits.float(), None, spec)
-    assert all(torch.equal(*pair) for pair in zip(given, wanted, strict=True))
