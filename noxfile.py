@@ -136,10 +136,10 @@ LIGHT: dict[str, tuple[str, ...]] = {
     "fd-speculative": (),
     "fd-tools": (),
     "fd-vision": SEEING,
-    "fd-web": (),
+    "fd-web": ("test_page",),
 }
 # Of these, whose tests choose what holds for a whole process, such as Triton's interpreter.
-APART = ("fd-cuda", "fd-web")
+APART = ("fd-cuda",)
 # Client libraries by name, with what installs all of each that session `clients` runs.
 CLIENTS = {
     "aiperf": "aiperf",
@@ -209,7 +209,7 @@ def _suite(name: str, folder: str) -> list[str]:
 
 def _run_light(session: nox.Session) -> None:
     """The suites of LIGHT on torch: most in one run of pytest, since each process has to import
-    torch and transformers. The others run beside it, since many tests wait."""
+    torch and transformers. What is apart runs beside it, since many tests wait."""
     together = [name for name in LIGHT if name not in APART]
     paths = ["."]
     for name in together:
