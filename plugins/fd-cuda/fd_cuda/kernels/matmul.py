@@ -9,7 +9,8 @@ import triton.language as tl
 
 from .common import INTERPRETED, batch_invariant, cdiv, join_chain, options, pad2
 
-_FEW = 16  # rows that are scored one by one
+# Rows that are scored one by one, each of which reads all weights, and so many if those are few.
+_FEW, _SOME_FEW, _FEW_WEIGHTS = 16, 32, 1 << 19
 _SOME = 512  # rows that make small tiles, unless there are this many large ones
 _LARGE_TILES = 16
 _MANY = (128, 128, 32)  # rows, experts and channels of a tile where those tiles are many
@@ -48,25 +49,19 @@ def _matmul(
 
 @triton.jit
 def _scores(
-    x_p, w_p, y_p, width, depth, x_stride,
-    BN: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_p, w_p, y_p, width, depth, x_stride, BN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """One row and BN columns; the weights are asked for before the kernel waits for the one
     before."""
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
-    ks = tl.arange(0, BK)
-    mask = (columns < width)[:, None]
+    ks = tl.arange(0, BLOCK)
+    inside = ks < depth
     w = w_p + columns[:, None] * depth + ks[None, :]
-    first = tl.load(w, mask=mask & (ks < depth)[None, :], other=0.0)
+    w = tl.load(w, mask=(columns < width)[:, None] & inside[None, :], other=0.0)
     join_chain(PDL)
     row = tl.program_id(0).to(tl.int64)
-    x = x_p + row * x_stride + ks
-    total = first * tl.load(x, mask=ks < depth, other=0.0).to(tl.float32)[None, :]
-    for chunk in tl.static_range(1, CHUNKS):
-        inside = ks < depth - chunk * BK
-        b = tl.load(w + chunk * BK, mask=mask & inside[None, :], other=0.0)
-        total += b * tl.load(x + chunk * BK, mask=inside, other=0.0).to(tl.float32)[None, :]
-    tl.store(y_p + row * width + columns, tl.sum(total, 1), mask=columns < width)
+    x = tl.load(x_p + row * x_stride + ks, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_p + row * width + columns, tl.sum(w * x[None, :], 1), mask=columns < width)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -129,7 +124,8 @@ def scores_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     few tiles for the card."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     num_rows, (width, depth) = x.shape[0], weight.shape
-    is_alone = num_rows <= _FEW or batch_invariant()
+    few = _SOME_FEW if width * depth <= _FEW_WEIGHTS else _FEW
+    is_alone = num_rows <= few or batch_invariant()
     large = cdiv(num_rows, 64) * cdiv(width, 64)
     is_small = num_rows <= _SOME and large < _LARGE_TILES
     tile = (16, 32, 64) if is_small else (64, 64, 32)
@@ -144,10 +140,10 @@ def scores_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if not num_rows:
         return y[:1]
     if is_alone:
-        columns, chunk = 4, min(1024, pad2(depth))
+        columns, block = 2, pad2(depth)
         _scores[(num_rows, cdiv(width, columns))](
-            x, weight, y, width, depth, x.stride(0), BN=columns, BK=chunk,
-            CHUNKS=cdiv(depth, chunk), **options(num_warps=4),
+            x, weight, y, width, depth, x.stride(0), BN=columns, BLOCK=block,
+            **options(num_warps=max(4, min(16, block // 512))),
         )  # fmt: skip
         return y
     if is_many:
