@@ -30,7 +30,7 @@ def noise(*shape: int, size: float = 1.0, dtype: torch.dtype = torch.float32) ->
 def test_a_block(
     tokens: int, shared: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scores in parts from 17 tokens on, shared experts apart from 50 on."""
+    """Scores in parts from 33 tokens on, shared experts apart from 50 on."""
     monkeypatch.setattr(moe, "_MANY_TOKENS", 50)
     torch.manual_seed(tokens)
     routing_spec = RoutingSpec(12, 3, has_correction_bias=True)

@@ -100,6 +100,7 @@ CASES: list[Case] = [
     ("wint4_zp", 32, 1280, 128, torch.float16, 3, Few(1, 2, 2, 2, 1)),
     ("wint4", 80, 1280, 128, torch.bfloat16, 7, Few(1, 4, 4, 3, 2)),
     ("wint8", 40, 200, 0, torch.float16, 9, Few(2, 1, 2, 2, 2)),
+    ("wint8", 168, 200, 0, torch.bfloat16, 3, Few(1, 5, 3, 2, 1)),
     ("wint8_zp", 32, 512, 128, torch.bfloat16, 5, Few(1, 2, 2, 3, 1)),
     ("wfp8", 32, 640, 0, torch.bfloat16, 4, Few(1, 1, 2, 4, 2)),
     ("wint8_zp", 32, 128, 128, torch.bfloat16, 8, Few(1, 2, 2, 2, 1)),

@@ -9,12 +9,15 @@ import triton.language as tl
 
 from .common import INTERPRETED, batch_invariant, cdiv, join_chain, options, pad2
 
-_FEW = 16  # rows that are scored one by one
+# Rows that are scored one by one, each of which reads all weights: twice as many where the weights
+# are no more than these.
+_FEW, _FEW_WEIGHTS = 16, 1 << 19
 _SOME = 512  # rows that make small tiles, unless there are this many large ones
 _LARGE_TILES = 16
 _MANY = (128, 128, 32)  # rows, experts and channels of a tile where those tiles are many
 _NARROW = (64, 64, 64)  # for no more experts than these
 _PARTS, _PROGRAMS = 8, 160  # at most, and of large tiles in all parts together
+_SMALL_PARTS, _SMALL_PROGRAMS = 32, 512  # the same of small tiles
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -69,6 +72,17 @@ def _scores(
     tl.store(y_p + row * width + columns, tl.sum(total, 1), mask=columns < width)
 
 
+@triton.jit(do_not_specialize=["size"])
+def _sum(parts_p, y_p, size, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Over all parts."""
+    join_chain(PDL)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(parts_p + at, mask=at < size, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts_p + part * size.to(tl.int64) + at, mask=at < size, other=0.0)
+    tl.store(y_p + at, total, mask=at < size)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _scores_of_many(
     x_p, w_p, y_p, num_rows, width, depth, x_stride, share,
@@ -117,7 +131,13 @@ def linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, K] in any dtype times weight [N, K] float32, in float32. Batch-invariant where that is
     asked for; else rows of large batches are summed in another order than those of small ones."""
     parts = scores_in_parts(x, weight)
-    return parts[0] if parts.shape[0] == 1 else parts.sum(0)
+    if parts.shape[0] == 1:
+        return parts[0]
+    y, block = torch.empty_like(parts[0]), 128
+    _sum[(cdiv(y.numel(), block),)](
+        parts, y, y.numel(), PARTS=parts.shape[0], BLOCK=block, **options(num_warps=4)
+    )
+    return y
 
 
 def _precision(x: torch.Tensor) -> str:
@@ -129,11 +149,14 @@ def scores_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     few tiles for the card."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     num_rows, (width, depth) = x.shape[0], weight.shape
-    is_alone = num_rows <= _FEW or batch_invariant()
+    is_light = width * depth <= _FEW_WEIGHTS
+    is_alone = num_rows <= (2 * _FEW if is_light else _FEW) or batch_invariant()
     large = cdiv(num_rows, 64) * cdiv(width, 64)
     is_small = num_rows <= _SOME and large < _LARGE_TILES
-    tile = (16, 32, 64) if is_small else (64, 64, 32)
-    parts = _PARTS if is_small else max(1, min(_PARTS, _PROGRAMS // max(1, large)))
+    tile, parts = (64, 64, 32), max(1, min(_PARTS, _PROGRAMS // max(1, large)))
+    if is_small:
+        small = cdiv(num_rows, 16) * cdiv(width, 64)
+        tile, parts = (16, 64, 64), min(_SMALL_PARTS, _SMALL_PROGRAMS // max(1, small))
     is_narrow = width <= _NARROW[1]
     of_many = _NARROW if is_narrow else _MANY
     wide = cdiv(num_rows, of_many[0]) * cdiv(width, of_many[1])
@@ -144,10 +167,12 @@ def scores_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if not num_rows:
         return y[:1]
     if is_alone:
-        columns, chunk = 4, min(1024, pad2(depth))
+        # A few weights are all asked for before the kernel waits.
+        columns, chunk = (2, 8192) if is_light else (4, 1024)
+        chunk = min(chunk, pad2(depth))
         _scores[(num_rows, cdiv(width, columns))](
             x, weight, y, width, depth, x.stride(0), BN=columns, BK=chunk,
-            CHUNKS=cdiv(depth, chunk), **options(num_warps=4),
+            CHUNKS=cdiv(depth, chunk), **options(num_warps=max(4, columns * chunk // 1024)),
         )  # fmt: skip
         return y
     if is_many:

@@ -166,6 +166,9 @@ def _few_shape(slabs: Slabs, rows: int) -> Few:
         return Few(tiles, 1, 16, 3, 1) if is_narrow else Few(tiles, 1, 8, 4, 2)
     if tiles > 1 and slabs.kind == INT4 and turns > _SHORT:
         return Few(tiles, 4, 8, 3, 1)
+    if tiles == 1 and slabs.kind == INT8 and 4 * processors < count <= 5 * processors:
+        # One round of blocks, where two slabs each would leave most places of a second one empty.
+        return Few(1, 5, 8, 4, 1)
     return Few(tiles, 2, 8, 4 if tiles == 1 and slabs.kind in (INT8, FP8) else 3, 2)
 
 

@@ -53,8 +53,8 @@ __device__ __forceinline__ Sum of_all_warps(const Sum* part, int step) {
 __device__ __forceinline__ void store_results(const float* parts, const float* x_scales, float own_scale, float other_scale,
                                               const u16* bias, u16* y, int first, int width, int M, const int* slots,
                                               const long long* ids, int divisor) {
-  static_assert(WARPS * 32 % OUT == 0, "a thread finishes numbers of one output");
-  for (int e = threadIdx.x; e < COLUMNS * OUT; e += WARPS * 32) {
+  constexpr int THREADS = WARPS * 32 / OUT * OUT;  // a thread finishes numbers of one output
+  for (int e = threadIdx.x; e < COLUMNS * OUT && threadIdx.x < THREADS; e += THREADS) {
     const int c = e % OUT, n = e / OUT, column = first + c, at = slot_of(n, slots, ids, M);
     if (at >= M || column >= width) continue;
     const float* line = parts + c * PITCH + n;
