@@ -6,7 +6,6 @@ Where they cannot run what they read (float32, odd sizes) all experts are dequan
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import ceil, erfc
 from typing import Final
 
@@ -256,23 +255,12 @@ def _dequantized(
     gate_up: Weights,
     down: Weights,
 ) -> torch.Tensor:
-    """All experts dequantized for the call by plain tensor code."""
-    wide = [weight.dequantized(x.dtype) for weight in (gate_up, down)]
-    return by_halves(x, topk_ids, topk_weights, wide, (gate_up.seen, down.seen))
-
-
-def by_halves(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    wide: list[torch.Tensor],
-    seen: tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]],
-) -> torch.Tensor:
-    """The products of experts.py with dequantized experts [E, 2I, H] and [E, H, I], and what they
-    see of their inputs. Nothing waits for the host."""
+    """All experts dequantized for the call by plain tensor code, for the products of experts.py.
+    Nothing waits for the host."""
     slots, top_k = topk_ids.numel(), topk_ids.shape[1]
-    tiles = tiles_of_experts(topk_ids.shape[0], top_k, wide[0].shape[0], x.dtype)
-    order = order_by_expert(topk_ids, wide[0].shape[0], tiles.rows)
-    hidden = grouped(seen[0](x), wide[0], order, tiles, slots, top_k, gated=True)
-    y = grouped(seen[1](hidden), wide[1], order, tiles, slots, 1, gated=False)
+    first, second = (weight.dequantized(x.dtype) for weight in (gate_up, down))
+    tiles = tiles_of_experts(topk_ids.shape[0], top_k, first.shape[0], x.dtype)
+    order = order_by_expert(topk_ids, first.shape[0], tiles.rows)
+    hidden = grouped(gate_up.seen(x), first, order, tiles, slots, top_k, gated=True)
+    y = grouped(down.seen(hidden), second, order, tiles, slots, 1, gated=False)
     return combined(y, topk_weights)
