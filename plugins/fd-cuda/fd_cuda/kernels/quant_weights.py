@@ -30,7 +30,7 @@ from .quant_layout import (
     unpack_codes,
     unpack_slabs,
 )
-from .quant_round import FP8_BLOCK, Seen, fp8_blocks, round_blocks, round_rows
+from .quant_round import FP8_BLOCK, Seen, fp8_blocks, round_rows
 from .quant_shapes import Chosen, Shape
 
 if TYPE_CHECKING:
@@ -99,10 +99,8 @@ class Weights:
         if not self.rounding:
             return x, None
         dtype = torch.float32 if x.dtype == torch.float32 else torch.float16
-        if self.rounding == "block":
-            return round_blocks(x, dtype)
-        is_fp8 = self.rounding == "fp8"
-        return round_rows(x, dtype, self.input_scale, is_fp8=is_fp8)
+        is_fp8, by_block = self.rounding != "int8", self.rounding == "block"
+        return round_rows(x, dtype, self.input_scale, is_fp8=is_fp8, by_block=by_block)
 
     def numbers(
         self,
