@@ -12,7 +12,7 @@ from packed_weights import packed as packed_on
 from quant_emulation import use_kernels
 from test_quant_native import DEVICE, HAS_GPU, check
 
-from fd_cuda.kernels import quant_blocks, quant_linear, quant_weights
+from fd_cuda.kernels import quant_blocks, quant_experts, quant_linear, quant_weights
 from fd_cuda.kernels.experts import combined
 from fd_cuda.kernels.quant_layout import FP8_ROWS
 from fd_cuda.kernels.quant_native import Grouping
@@ -128,7 +128,8 @@ def test_layer_of_experts(tokens: int) -> None:
     grouping = Grouping(slots, 1, order)
     numbers, scales = fp8_blocks(x, into=order)
     inside, of_inside = quant_blocks.gated_product(numbers, scales, first, grouping, x.dtype)
-    y = quant_blocks.experts(shape, x, order, slots, first, second)
+    both = (gate_up, first), (down, second)
+    y = quant_experts.in_blocks(shape, x, order, slots, 2, *both)
     wide, narrow = (w.dequantized(torch.float32).double() for w in (gate_up, down))
     meant, experts_of = gate_up.seen(x.float()).double(), ids.view(-1).tolist()
     for place, slot in enumerate(order.slots.tolist()):

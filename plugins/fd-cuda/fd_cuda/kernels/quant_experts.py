@@ -17,12 +17,11 @@ from .experts import combined, grouped
 from .experts import moe_experts as experts_in_halves
 from .experts import tiles_for as tiles_of_experts
 from .norm import silu_and_mul
-from .quant_grouped import grouped_product, grouped_shape, of_slabs
+from .quant_grouped import grouped_shape
 from .quant_layout import CCQ, INT4, Slabs
-from .quant_linear import TILE_ENDS, native_runs, with_copies
-from .quant_native import Grouping, as_numbers, product, unpack
+from .quant_linear import TILE_ENDS, multiply, native_runs, with_copies
+from .quant_native import Grouping, as_numbers, unpack
 from .quant_order import gathered
-from .quant_persistent import persistent_product
 from .quant_round import FP8_BLOCK
 from .quant_shapes import (
     Blocks,
@@ -93,10 +92,7 @@ def moe_experts(
         y = _of_few_rows(shape, x, topk_ids, (gate_up, first), (down, second))
         return combined(y, topk_weights)
     slots, order = tokens * top_k, order_by_expert(topk_ids, first.num_experts, shape.rows)
-    if isinstance(shape, Blocks):
-        y = quant_blocks.experts(shape, x, order, slots, first, second)
-    else:
-        y = in_blocks(shape, x, order, slots, top_k, (gate_up, first), (down, second))
+    y = in_blocks(shape, x, order, slots, top_k, (gate_up, first), (down, second))
     return combined(y, topk_weights)
 
 
@@ -115,15 +111,13 @@ def _of_few_rows(
     y = x
     for (weight, slabs), divisor, paired in ((gate_up, top_k, True), (down, 1, False)):
         seen, scales = weight.round(y)
-        y = product(
-            shape, seen, slabs, None, dtype=x.dtype, x_scales=scales,
-            grouping=Grouping(slots, divisor, order, ids), paired=paired,
-        )  # fmt: skip
+        own = Grouping(slots, divisor, order, ids)
+        y = multiply(shape, seen, scales, slabs, None, x.dtype, grouping=own, paired=paired)
     return y
 
 
 def in_blocks(
-    shape: Tile | Persistent | Grouped,
+    shape: Tile | Persistent | Blocks | Grouped,
     x: torch.Tensor,
     order: Order,
     slots: int,
@@ -134,37 +128,18 @@ def in_blocks(
     """[slots, H]: the gated MLPs of the experts that rows slot // top_k of x go to in this order,
     in which a kernel puts them."""
     by_words, (weight, first), (other, second) = isinstance(shape, Grouped), gate_up, down
-    scales = None
+    scales, own = None, Grouping(slots, 1, order)
     if weight.rounding:
         rows, scales = weight.numbers(x, into=order, by_words=by_words)
     else:
         rows = gathered(x, order, slots, top_k)
-    hidden = _product(shape, rows, scales, first, x.dtype, order, slots, paired=True)
-    if other.rounding:
-        hidden, scales = other.numbers(hidden, order, by_words=by_words)
-    return _product(shape, hidden, scales, second, x.dtype, order, slots, paired=False)
-
-
-def _product(
-    shape: Tile | Persistent | Grouped,
-    x: torch.Tensor,
-    scales: torch.Tensor | None,
-    slabs: Slabs,
-    dtype: torch.dtype,
-    order: Order,
-    slots: int,
-    *,
-    paired: bool,
-) -> torch.Tensor:
-    if isinstance(shape, Grouped):
-        matrix = of_slabs(shape, slabs, dtype)
-        return grouped_product(shape, x, scales, matrix, dtype, order, slots, paired=paired)
-    grouping = Grouping(slots, 1, order)
-    if isinstance(shape, Tile):
-        return product(shape, x, slabs, None, grouping=grouping, paired=paired)
-    return persistent_product(
-        shape, x, scales, slabs, None, dtype, grouping=grouping, paired=paired
-    )
+    if isinstance(shape, Blocks) and scales is not None:
+        hidden, scales = quant_blocks.gated_product(rows, scales, first, own, x.dtype)
+    else:
+        hidden = multiply(shape, rows, scales, first, None, x.dtype, grouping=own, paired=True)
+        if other.rounding:
+            hidden, scales = other.numbers(hidden, order, by_words=by_words)
+    return multiply(shape, hidden, scales, second, None, x.dtype, grouping=own)
 
 
 def choose(

@@ -20,16 +20,17 @@ import torch.nn.functional as F
 from . import native, quant_any, quant_blocks
 from .common import batch_invariant, num_processors
 from .matmul import matmul
+from .quant_grouped import grouped_product, of_slabs
 from .quant_layout import CCQ, FP8, FP8_ROWS, INT4, INT8, INT8_ROWS, TRELLIS, Slabs
-from .quant_native import as_numbers, product, unpack
+from .quant_native import Grouping, as_numbers, product, unpack
 from .quant_persistent import persistent_product
 from .quant_round import FP8_BLOCK, Seen
 from .quant_shapes import (
     Blocks,
     Chosen,
     Few,
+    Grouped,
     Persistent,
-    Shape,
     Tile,
     blocks,
     persistent,
@@ -92,14 +93,39 @@ def linear(x: torch.Tensor | Seen, weight: Weights, bias: torch.Tensor | None) -
     rows = x.shape[0] if isinstance(x, torch.Tensor) else x.rows
     shape = choose(slabs, rows, rounds=bool(weight.rounding))
     seen = weight.see(x, shape) if isinstance(x, torch.Tensor) else x
-    numbers, scales, dtype = seen.numbers, seen.scales, seen.dtype
+    if shape is None:
+        return _by_library(seen, slabs, bias)
+    return multiply(shape, seen.numbers, seen.scales, slabs, bias, seen.dtype)
+
+
+def multiply(
+    shape: Few | Tile | Persistent | Blocks | Grouped,
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    slabs: Slabs,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    grouping: Grouping | None = None,
+    paired: bool = False,
+) -> torch.Tensor:
+    """By one of the kernels: x as it takes them, and what its rows are multiplied with, times the
+    weight, in dtype. `paired`: silu(gate) times what belongs to it."""
     if isinstance(shape, Blocks) and scales is not None:
-        return quant_blocks.product(shape, numbers, scales, slabs, bias, dtype)
+        return quant_blocks.product(shape, x, scales, slabs, bias, dtype, grouping)
     if isinstance(shape, Persistent):
-        return persistent_product(shape, numbers, scales, slabs, bias, dtype)
-    if isinstance(shape, Shape):
-        return product(shape, numbers, slabs, bias, dtype=dtype, x_scales=scales)
-    return _by_library(seen, slabs, bias)
+        return persistent_product(
+            shape, x, scales, slabs, bias, dtype, grouping=grouping, paired=paired
+        )
+    if isinstance(shape, Few | Tile):
+        return product(
+            shape, x, slabs, bias, dtype=dtype, x_scales=scales, grouping=grouping, paired=paired
+        )
+    if isinstance(shape, Grouped) and grouping is not None and grouping.order is not None:
+        own = grouping.order, grouping.num_slots
+        matrix = of_slabs(shape, slabs, dtype)
+        return grouped_product(shape, x, scales, matrix, dtype, *own, paired=paired)
+    raise TypeError(f"{shape} multiplies no such rows")
 
 
 def native_runs(x: torch.Tensor) -> bool:

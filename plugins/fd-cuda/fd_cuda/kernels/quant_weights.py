@@ -31,7 +31,7 @@ from .quant_layout import (
     unpack_slabs,
 )
 from .quant_round import FP8_BLOCK, Seen, fp8_blocks, round_rows
-from .quant_shapes import Chosen, Shape
+from .quant_shapes import Chosen, Few, Tile
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight
@@ -139,7 +139,7 @@ class Weights:
         if shape is None:
             is_stored = lies_by_rows or self.slabs.in_features % 16 == 0
         else:
-            is_stored = lies_by_rows and not isinstance(shape, Shape)
+            is_stored = lies_by_rows and not isinstance(shape, Few | Tile)
         if not is_stored:
             return torch.float16
         return torch.int8 if self.rounding == "int8" else torch.float8_e4m3fn
