@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
+import tomllib
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from subprocess import PIPE, STDOUT
@@ -60,8 +61,9 @@ PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("*/pyproject.
 # Files of tests/cpu about the engine and families: in `tests` on torch only, which needs half the
 # time for them, and on PaddlePaddle in session `engine`; the longer ones on both there.
 ONCE = (
-    *("engine_equality", "engine_graphs", "prompt_graphs"),
-    *("quant_models", "serve_demo", "step_graphs"),
+    *("engine_equality", "engine_graphs", "gguf_damage", "model_runner"),
+    *("parity_tensor_parallel", "prompt_graphs", "quant_models", "serve_demo", "step_graphs"),
+    "text_alone",
 )
 LONG = (
     *("config_fuzz", "process_growth", "two_threads"),
@@ -74,7 +76,7 @@ LONG = (
 )
 # Other files that take minutes, of several processes most: session `engine` has them, on torch.
 LATER = (
-    *("tests/docs/test_migrate.py", "tests/docs/test_two_nodes.py"),
+    *("tests/docs/test_examples.py", "tests/docs/test_migrate.py", "tests/docs/test_two_nodes.py"),
     "tests/plugins/test_checkpoint_formats.py",
     *("tests/plugins/test_doctor.py", "tests/plugins/test_hostile.py"),
     *("tests/plugins/test_eagle_engine.py", "tests/plugins/test_eagle_math.py"),
@@ -86,56 +88,58 @@ LATER = (
     *("tests/server/test_api_servers.py", "tests/server/test_many_instances.py"),
     "tests/server/test_replicas.py",
     "tests/server/test_shared_experts.py",
+    "tests/unit/test_engine_deaths.py",
 )
 INTERPRETED = (
-    *("test_quant*", "test_*_blocks", "test_attention*", "test_kernels", "test_native_prompts"),
-    "test_states",
+    *("test_attention*", "test_*_blocks", "test_expert_lora", "test_kernels", "test_lora"),
+    *("test_native_decode", "test_native_prompts", "test_quant*", "test_states"),
 )
-REAL_SERVERS = ("prefill*", "kv_events", "router")  # of fd-router's
+REAL_SERVERS = ("test_prefill*", "test_kv_events", "test_router")  # of fd-router's
 # Of fd-vision's, with whole models.
-SEEING = ("apart", "caches", "drafts", "mixes", "parity", "video")
-# Plugins whose suites need neither a compiler nor hardware, so `tests` has them, too, with what it
-# gives to pytest; what takes minutes, such as Triton's interpreter, is left to session `plugins`.
-# The longest first.
-LIGHT = {
-    "plugins/fd-parsers": (),
-    "plugins/fd-cuda": tuple(f"--ignore-glob=*/{name}.py" for name in INTERPRETED),
-    "plugins/fd-vision": (
-        *(f"--ignore-glob=*/test_{name}.py" for name in SEEING),
-        *("-m", "not slow"),
-    ),
-    "plugins/fd-quant-wint2": ("-m", "not slow"),
-    "plugins/fd-lora": ("-m", "not slow"),
-    "plugins/fd-scale-out": (),
-    "plugins/fd-sched-redis": ("-m", "not slow", "--ignore-glob=*/test_kill.py"),
-    "plugins/fd-kv-tcp": (),
-    "plugins/fd-hub": (),
-    "plugins/fd-beam-search": ("-m", "not slow"),
-    "plugins/fastdeploy-testing": ("-m", "not slow", "--ignore-glob=*/test_mutants.py"),
-    "plugins/fd-agent-apis": (),
-    "plugins/fd-rollout": ("-m", "not slow"),
-    "plugins/fd-accelerator": (),
-    "plugins/fd-bench": (),
-    "plugins/fd-calibrate": (),
-    "plugins/fd-gguf": (),
-    "plugins/fd-grammar-llguidance": (),
-    "plugins/fd-key-limits": ("-m", "not slow"),
-    "plugins/fd-kv-disk": (),
-    "plugins/fd-kv-redis": ("--ignore-glob=*/test_servers.py",),
-    "plugins/fd-kv-shm": ("--ignore=tests/test_conformance.py",),
-    "plugins/fd-launch": ("--ignore-glob=*/test_launch.py",),
-    "plugins/fd-models": (),
-    "plugins/fd-otel": (),
-    "plugins/fd-pooling": ("--ignore-glob=*/test_routes.py",),
-    "plugins/fd-quant-formats": (),
-    "plugins/fd-quant-hub": (),
-    "plugins/fd-router": tuple(f"--ignore-glob=*/test_{name}.py" for name in REAL_SERVERS),
-    "plugins/fd-spec-eagle": ("-m", "not slow"),
-    "plugins/fd-spec-mtp": (),
-    "plugins/fd-speculative": ("-m", "not slow"),
-    "plugins/fd-tools": ("-m", "not slow"),
-    "plugins/fd-web": ("-m", "not browser"),
+SEEING = (
+    *("test_apart", "test_caches", "test_demo", "test_drafts", "test_mixes", "test_parity"),
+    "test_video",
+)
+# Plugins whose suites need neither a compiler nor hardware, so `tests` has them, too, each with the
+# files that it leaves to session `plugins`: what takes minutes, such as Triton's interpreter.
+LIGHT: dict[str, tuple[str, ...]] = {
+    "fastdeploy-testing": ("test_mutants",),
+    "fd-accelerator": (),
+    "fd-agent-apis": (),
+    "fd-beam-search": ("test_offline",),
+    "fd-bench": (),
+    "fd-calibrate": (),
+    "fd-cuda": INTERPRETED,
+    "fd-gguf": (),
+    "fd-grammar-llguidance": (),
+    "fd-hub": (),
+    "fd-key-limits": (),
+    "fd-kv-disk": (),
+    "fd-kv-redis": ("test_servers",),
+    "fd-kv-shm": ("test_conformance",),
+    "fd-kv-tcp": (),
+    "fd-launch": ("test_launch",),
+    "fd-lora": (),
+    "fd-models": (),
+    "fd-otel": (),
+    "fd-parsers": (),
+    "fd-pooling": ("test_routes",),
+    "fd-quant-formats": (),
+    "fd-quant-hub": (),
+    "fd-quant-wint2": (),
+    "fd-rollout": (),
+    "fd-router": REAL_SERVERS,
+    "fd-scale-out": (),
+    "fd-sched-redis": ("test_kill",),
+    "fd-spec-eagle": (),
+    "fd-spec-mtp": (),
+    "fd-speculative": (),
+    "fd-tools": (),
+    "fd-vision": SEEING,
+    "fd-web": ("test_page",),
 }
+# Of these, whose tests choose what holds for a whole process, such as Triton's interpreter.
+APART = ("fd-cuda",)
 # Client libraries by name, with what installs all of each that session `clients` runs.
 CLIENTS = {
     "aiperf": "aiperf",
@@ -198,23 +202,47 @@ def _libraries(session: nox.Session) -> tuple[list[str], list[str]]:
     return [arguments[at + 1]], arguments[:at] + arguments[at + 2 :]
 
 
-def _run_suites(session: nox.Session, suites: dict[str, tuple[str, ...]]) -> None:
-    """Run suites of plugins on torch, two at a time in one process each: every process imports
-    torch, and two for a suite beside that of pytest took 1.5 to 2.1 times the processor time."""
+def _suite(name: str, folder: str) -> list[str]:
+    """What gives a light plugin's suite, in this folder, to pytest."""
+    return [folder, *(f"--ignore-glob={folder}/{file}.py" for file in LIGHT[name])]
 
-    def run(folder: str, left: tuple[str, ...]) -> tuple[str, int, str]:
-        command = (f"{session.bin}/pytest", "-q", "--fd-tensor", "torch", *left)
+
+def _run_light(session: nox.Session) -> None:
+    """The suites of LIGHT on torch: most in one run of pytest, since each process has to import
+    torch and transformers. What is apart runs beside it, since many tests wait."""
+    together = [name for name in LIGHT if name not in APART]
+    paths = ["."]
+    for name in together:
+        settings = tomllib.loads(Path(f"plugins/{name}/pyproject.toml").read_text("utf-8"))
+        own = settings["tool"]["pytest"]["ini_options"].get("pythonpath", [])
+        paths += [os.path.normpath(f"plugins/{name}/{path}") for path in own]
+    pythonpath = "pythonpath=" + "\n".join(dict.fromkeys(paths))
+    suites = [word for name in together for word in _suite(name, f"plugins/{name}/tests")]
+    runs = {
+        # -W: in the settings of the core's tests each warning is an error.
+        "the plugins' suites": (
+            *(".", "-n2", "--dist=loadfile", "--no-loadscope-reorder"),
+            *("-W", "default", "-o", pythonpath, *suites),
+        ),
+        **{name: (f"plugins/{name}", *_suite(name, "tests")) for name in APART},
+    }
+
+    def run(name: str) -> tuple[str, int, str]:
+        folder, *arguments = runs[name]
+        command = (f"{session.bin}/pytest", "-q", "--fd-tensor", "torch", "-m", "not slow")
         merged = {**os.environ, **session.env, "OMP_NUM_THREADS": "1"}
-        env = {name: value for name, value in merged.items() if value is not None}
-        done = subprocess.run(command, cwd=folder, env=env, text=True, stdout=PIPE, stderr=STDOUT)
-        return folder, done.returncode, done.stdout
+        env = {key: value for key, value in merged.items() if value is not None}
+        done = subprocess.run(
+            [*command, *arguments], cwd=folder, env=env, text=True, stdout=PIPE, stderr=STDOUT
+        )
+        return name, done.returncode, done.stdout
 
     failed = []
     with ThreadPoolExecutor(max_workers=2) as pool:
-        for done in as_completed([pool.submit(run, *suite) for suite in suites.items()]):
-            folder, code, output = done.result()
-            session.log(f"{folder}\n{output}")
-            failed += [folder] if code else []
+        for done in as_completed([pool.submit(run, name) for name in runs]):
+            name, code, output = done.result()
+            session.log(f"{name}\n{output}")
+            failed += [name] if code else []
     if failed:
         session.error(f"failed: {', '.join(failed)}")
 
@@ -263,7 +291,7 @@ def tests(session: nox.Session) -> None:
             env={"OMP_NUM_THREADS": "1"},
         )
     if "torch" in libraries:
-        _run_suites(session, LIGHT)
+        _run_light(session)
 
 
 @nox.session

@@ -61,6 +61,18 @@ def get_weather(city: str) -> str:
     return f"21 degrees and sunny in {city}"
 
 
+def noting(called: list[str]) -> Callable[[str], str]:
+    """get_weather, which also notes the cities that it is asked for."""
+
+    def noted(city: str) -> str:
+        """Get the weather of a city."""
+        called.append(city)
+        return get_weather(city)
+
+    noted.__name__ = "get_weather"
+    return noted
+
+
 TOOL = {
     "type": "function",
     "function": {
@@ -337,14 +349,7 @@ class PydanticAI:
 
     def tools(self) -> None:
         called: list[str] = []
-
-        def weather(city: str) -> str:
-            """Get the weather of a city."""
-            called.append(city)
-            return get_weather(city)
-
-        weather.__name__ = "get_weather"
-        self.agent(tools=[weather]).run_sync(WEATHER)
+        self.agent(tools=[noting(called)]).run_sync(WEATHER)
         assert called == ["Paris"], called
 
     def structured(self) -> None:
@@ -395,14 +400,8 @@ class OpenAIAgents:
 
     async def tools(self) -> None:
         called: list[str] = []
-
-        @self.agents.function_tool(name_override="get_weather")
-        def weather(city: str) -> str:
-            """Get the weather of a city."""
-            called.append(city)
-            return get_weather(city)
-
-        await self.agents.Runner.run(self.agent(tools=[weather]), WEATHER)
+        tool = self.agents.function_tool(noting(called))
+        await self.agents.Runner.run(self.agent(tools=[tool]), WEATHER)
         assert called == ["Paris"], called
 
     async def structured(self) -> None:
@@ -561,10 +560,7 @@ class MistralAI:
             (call,) = answer.choices[0].message.tool_calls
             calls_weather(call.function.name, call.function.arguments)
 
-    def structured(self) -> None:
-        asked = [{"role": "user", "content": PERSON}]
-        answer = self.api.parse(messages=asked, response_format=Person, **self.fields)
-        is_anna(answer.choices[0].message.parsed)
+    structured = OpenAI.structured  # the same call
 
     def picture(self) -> None:
         answer = self.api.complete(messages=[{"role": "user", "content": PARTS}], **self.fields)

@@ -45,23 +45,27 @@ def test_the_paths_of_2x_lead_to_the_same_objects() -> None:
     assert OldOutput is fastdeploy.RequestOutput
 
 
-@pytest.mark.parametrize("model", ["ernie-tiny", "qwen3-vl-tiny"])
-def test_tokenizers_are_called_as_those_of_hugging_face(model: str) -> None:
+def test_tokenizers_are_called_as_those_of_hugging_face() -> None:
     from fastdeploy.input.ernie4_5_tokenizer import Ernie4_5Tokenizer
 
-    path = str(Path(__file__).parents[2] / "models" / model)
+    models = Path(__file__).parents[2] / "models"
     talk = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hi there"}]
-    if model == "qwen3-vl-tiny":
-        talk += [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
-    asked = {"text": "Hello, you", "messages": talk}
-    (theirs,) = hf_tokenizer_child.ask("called", [{"path": path, **asked}])
-    tokenizer = Ernie4_5Tokenizer.from_pretrained(path, trust_remote_code=True)
-    assert hf_tokenizer_child.called(tokenizer, **asked) == theirs
-    talk[-1] = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-    if model == "qwen3-vl-tiny":  # as FastDeploy 2.x's documents print it
-        assert "<|image_pad|>" in tokenizer.apply_chat_template(talk, tokenize=False)
-    with pytest.raises(InvalidRequest, match="return_tensors is not supported"):
-        tokenizer.apply_chat_template(asked["messages"], tokenize=True, return_tensors="pt")
+    picture = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}
+    text = "Hello, you"
+    jobs = [
+        {"path": str(models / "ernie-tiny"), "text": text, "messages": talk},
+        {"path": str(models / "qwen3-vl-tiny"), "text": text, "messages": [*talk, picture]},
+    ]
+    for job, theirs in zip(jobs, hf_tokenizer_child.ask("called", jobs), strict=True):
+        path, messages = job["path"], job["messages"]
+        tokenizer = Ernie4_5Tokenizer.from_pretrained(path, trust_remote_code=True)
+        assert hf_tokenizer_child.called(tokenizer, text, messages) == theirs
+        with pytest.raises(InvalidRequest, match="return_tensors is not supported"):
+            tokenizer.apply_chat_template(messages, tokenize=True, return_tensors="pt")
+    # As FastDeploy 2.x's documents print it.
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    shown = tokenizer.apply_chat_template([*talk, picture], tokenize=False)
+    assert "<|image_pad|>" in shown
 
 
 def test_arguments_of_engines_are_those_of_llms() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 import tomllib
@@ -80,18 +81,24 @@ def _relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def _names(tree: ast.AST) -> set[str]:
+@functools.cache
+def _nodes(path: Path) -> list[ast.AST]:
+    """A file's syntax tree, node by node; a dozen tests walk over the same files."""
+    return list(ast.walk(ast.parse(path.read_text("utf-8"))))
+
+
+def _names(nodes: list[ast.AST]) -> set[str]:
     """Every identifier and string constant, split into words, docstrings and comments left out."""
     docstrings = {
         id(node.body[0].value)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         and node.body
         and isinstance(node.body[0], ast.Expr)
         and isinstance(node.body[0].value, ast.Constant)
     }
     words: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         texts: list[str] = []
         if isinstance(node, ast.Name):
             texts = [node.id]
@@ -118,7 +125,7 @@ def test_rooms_are_small_enough_to_enter() -> None:
 
 def _classes() -> Iterator[tuple[str, ast.ClassDef]]:
     for path in CORE + PLUGINS:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in _nodes(path):
             if isinstance(node, ast.ClassDef):
                 yield f"{_relative(path)} {node.name}", node
 
@@ -164,7 +171,7 @@ def test_functions_fit_a_screen() -> None:
     long = [
         f"{_relative(path)}:{node.lineno} {node.name} ({node.end_lineno - node.lineno + 1} lines)"
         for path in CORE + PLUGINS
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in _nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.end_lineno is not None
         and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
@@ -178,8 +185,7 @@ def test_no_vendor_name_in_core() -> None:
     found = {
         _relative(path): sorted(hit)
         for path in CORE
-        if _relative(path) not in VENDOR_EXEMPT
-        and (hit := _names(ast.parse(path.read_text())) & set(VENDORS))
+        if _relative(path) not in VENDOR_EXEMPT and (hit := _names(_nodes(path)) & set(VENDORS))
     }
     assert not found, found
 
@@ -187,9 +193,7 @@ def test_no_vendor_name_in_core() -> None:
 def test_core_names_no_checkpoint_format_of_a_plugin() -> None:
     formats = set(providers("checkpoint_format"))
     found = {
-        _relative(path): sorted(hit)
-        for path in CORE
-        if (hit := _names(ast.parse(path.read_text())) & formats)
+        _relative(path): sorted(hit) for path in CORE if (hit := _names(_nodes(path)) & formats)
     }
     assert formats and not found, found
 
@@ -230,7 +234,7 @@ def test_nothing_waits_holding_the_interpreter_lock() -> None:
         f"{_relative(path)}:{node.lineno} {node.func.attr}()"
         for path in sources
         if _relative(path) not in MAY_WAIT
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for node in _nodes(path)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and (node.func.attr == "synchronize" or (node.func.attr == "item" and not node.args))
@@ -242,7 +246,7 @@ def test_nothing_unpickles_or_evaluates() -> None:
     """Reliability S-01 and S-14: data that crossed a process is never turned into code."""
     found: list[str] = []
     for path in CORE + PLUGINS:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in _nodes(path):
             imported: set[str] = set()
             if isinstance(node, ast.Import):
                 imported = {a.name.split(".")[0] for a in node.names}
@@ -299,7 +303,7 @@ def _rooms_imported(path: Path) -> dict[str, str]:
     `fastdeploy_testing` count as rooms."""
     found: dict[str, str] = {}
     own = path.relative_to(ROOT).parts  # the checkout's own folder may have any name
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -52,14 +52,14 @@ def benches(checkpoints: Path, tensor_library: str) -> Any:
     return make
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", ["demo", "deepseek", "ernie"])
 def test_no_token_changes(benches: Any, name: str, seed: int) -> None:
     """Random settings: chunks, prefix cache, preemption, host tier, n > 1, seeds, penalties."""
     run_mix(benches, name, seed)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", ["ernie-captured"])
 def test_no_token_changes_over_captured_steps(benches: Any, name: str, seed: int) -> None:
     run_mix(benches, name, seed)

@@ -1,5 +1,5 @@
-"""Engines in real processes: serving, refusing, dying, hanging, restarting, leaving nothing
-behind."""
+"""Engines in real processes: serving, refusing, failing, leaving nothing behind. How they die and
+hang under load: test_engine_deaths.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -30,93 +29,23 @@ from fastdeploy_core.errors import (
     WorkerError,
 )
 from fastdeploy_core.plugins.resolve import resolve
+from tests.engine_process import (
+    PATIENCE_S,
+    POISON,
+    QUICK,
+    SLOW,
+    answer,
+    assert_serves,
+    descendants,
+    engine_of,
+    engine_pid,
+    folders,
+    until,
+)
 from tests.null_engine import Collector, expected_answers, make_config, make_request
 from tests.server_support import wait_for
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses /proc")
-
-POISON = 63
-PATIENCE_S = 120.0
-
-
-def folders():
-    prefix = f"{child.FOLDER_PREFIX}*-{os.getpid()}-*"
-    return sorted(Path(tempfile.gettempdir()).glob(prefix))
-
-
-def descendants():
-    """Processes below this one, by their parents in /proc."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if fields[0] != "Z":
-            parents[int(stat.parent.name)] = int(fields[1])
-    found, ring = set(), {os.getpid()}
-    while ring:
-        ring = {pid for pid, parent in parents.items() if parent in ring}
-        found |= ring
-    return found
-
-
-@asynccontextmanager
-async def engine_of(**options):
-    """An engine, and the proof that it leaves nothing behind."""
-    before = descendants()
-    limits = options.pop("request_scheduler", RequestSchedulerConfig())
-    config = replace(make_config(**options), request_scheduler=limits)
-    engine = await AsyncEngine.start(config, resolve(config))
-    try:
-        yield engine
-    finally:
-        await engine.close()
-        await engine.close()
-        assert descendants() <= before and folders() == []
-
-
-async def answer(engine, request, collector=None):
-    collector = collector or Collector()
-    async for delta in engine.generate(request):
-        collector.take([delta])
-    return collector.answers(request.request_id)
-
-
-async def assert_serves(engine, name="survivor"):
-    request = make_request(name, [5, 6, 7], max_tokens=5)
-    assert await answer(engine, request) == expected_answers(request)
-
-
-async def until(condition, what):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.02)
-
-
-async def until_ready(engine):
-    await until(lambda: engine.health().ready, "the engine did not come back")
-
-
-def engine_pid():
-    (pid,) = [
-        pid
-        for pid in descendants()
-        if b"fastdeploy-engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    return pid
-
-
-def rank_pid():
-    (pid,) = [
-        pid for pid in descendants() if b"fd-rank1" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    return pid
-
-
-SLOW = {"step_s": 0.02}
-QUICK = WatchdogConfig(progress_timeout_s=4.0, startup_timeout_s=120.0)
 
 
 def test_many_streams_get_their_own_tokens():
@@ -303,33 +232,6 @@ def test_request_with_numbers_that_are_not_finite_fails_alone():
     asyncio.run(main())
 
 
-async def fail_under_load(engine, cause):
-    """Streams are running; `cause` happens; all of them must end with an error, soon."""
-    requests = [make_request(f"r{i}", [5, 6, i], max_tokens=110) for i in range(4)]
-    seen = Collector()
-    tasks = [asyncio.create_task(answer(engine, r, seen)) for r in requests]
-    await until(lambda: len(seen.first) == len(requests), "the streams did not begin")
-    cause()
-    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), PATIENCE_S)
-    assert all(isinstance(result, WorkerError) for result in results), results
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_killed_engine_is_noticed_and_restarted(num_ranks):
-    async def main():
-        async with engine_of(null=SLOW, tensor_parallel_size=num_ranks) as engine:
-            await fail_under_load(engine, lambda: os.kill(engine_pid(), signal.SIGKILL))
-            health = engine.health()
-            assert not health.ready and "killed by SIGKILL" in health.reason
-            with pytest.raises(WorkerError, match="not ready"):
-                engine.check_admission()
-            await until_ready(engine)
-            assert engine.health().num_restarts == 1
-            await assert_serves(engine)
-
-    asyncio.run(main())
-
-
 def test_requests_without_output_run_again_in_the_next_engine():
     async def main():
         async with engine_of(null=SLOW, max_num_seqs=1) as engine:
@@ -344,25 +246,6 @@ def test_requests_without_output_run_again_in_the_next_engine():
             assert isinstance(results[0], WorkerError), "it had output"
             assert results[1:] == [expected_answers(request) for request in requests[1:]]
             assert engine.health().num_restarts == 1
-
-    asyncio.run(main())
-
-
-def test_a_request_that_ends_its_engine_twice_ends_alone():
-    async def main():
-        faults = ({"kind": "die", "token": POISON},)
-        watchdog = WatchdogConfig(max_restarts=1)
-        async with engine_of(device="faulty", faults=faults, watchdog=watchdog) as engine:
-            prompts = [[POISON], [5, 6], [5, 7], [5, 8]]
-            requests = [make_request(f"r{i}", prompt) for i, prompt in enumerate(prompts)]
-            results = await asyncio.wait_for(
-                asyncio.gather(*(answer(engine, r) for r in requests), return_exceptions=True),
-                PATIENCE_S,
-            )
-            assert isinstance(results[0], WorkerError)
-            assert results[1:] == [expected_answers(request) for request in requests[1:]]
-            assert engine.health().num_restarts == 2, "the budget of one was spent once"
-            await assert_serves(engine)
 
     asyncio.run(main())
 
@@ -384,86 +267,6 @@ def test_requests_that_wait_for_an_engine_end_when_none_comes():
     asyncio.run(main())
 
 
-def test_killed_worker_process_ends_its_engine():
-    async def main():
-        async with engine_of(null=SLOW, tensor_parallel_size=2) as engine:
-            await fail_under_load(engine, lambda: os.kill(rank_pid(), signal.SIGKILL))
-            assert "rank 1 was killed by SIGKILL" in engine.health().reason
-            await until_ready(engine)
-            await assert_serves(engine)
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        ({"kind": "die"}, "killed by SIGKILL"),
-        ({"kind": "lost", "message": "device is gone"}, "device is gone"),
-        ({"kind": "raise", "rank": 1}, "rank 1 failed"),
-        ({"kind": "hang"}, "made no progress for"),
-        ({"kind": "hang", "rank": 1}, None),
-    ],
-)
-def test_broken_engine_fails_its_streams_and_comes_back(fault, reason, capfd):
-    num_ranks = 1 + fault.get("rank", 0)
-    if reason is None:
-        # A rank that hangs here holds up nobody, for the fake device has no collectives: nothing to
-        # see before the engine is closed, and closing must still end it.
-        async def main():
-            async with engine_of(
-                device="faulty", faults=({**fault, "step": 3},), tensor_parallel_size=2
-            ) as engine:
-                await assert_serves(engine)
-
-        asyncio.run(main())
-        return
-
-    async def main():
-        # The step counter starts again with the engine: a fault at a step would strike for ever, so
-        # it is tied to a request.
-        faults = ({**fault, "token": POISON},)
-        async with engine_of(
-            device="faulty",
-            faults=faults,
-            null=SLOW,
-            tensor_parallel_size=num_ranks,
-            watchdog=QUICK,
-        ) as engine:
-            others = [make_request(f"r{i}", [5, 6, i], max_tokens=110) for i in range(2)]
-            bad = make_request("bad", [5, POISON], max_tokens=100)
-            results = await asyncio.wait_for(
-                asyncio.gather(
-                    *[answer(engine, r) for r in (*others, bad)], return_exceptions=True
-                ),
-                PATIENCE_S,
-            )
-            assert all(isinstance(result, WorkerError) for result in results), results
-            assert reason in engine.health().reason
-            await until_ready(engine)
-            await assert_serves(engine)
-
-    asyncio.run(main())
-    if fault["kind"] == "hang":
-        text = capfd.readouterr().err
-        early, _, last = text.partition("Timeout (0:00:04)!")
-        assert last and "fd-rank0" not in early
-        assert early.count("has made no progress for") == 1
-        assert "in _fire" in early, "the log does not show where it hung"
-
-
-def test_stopped_engine_turns_red_and_is_replaced():
-    async def main():
-        async with engine_of(null=SLOW, watchdog=QUICK) as engine:
-            pid = engine_pid()
-            await fail_under_load(engine, lambda: os.kill(pid, signal.SIGSTOP))
-            await until_ready(engine)
-            assert engine_pid() != pid
-            await assert_serves(engine)
-
-    asyncio.run(main())
-
-
 def test_slow_step_is_not_a_hang():
     async def main():
         faults = ({"kind": "slow", "token": POISON, "seconds": 0.9, "times": 5},)
@@ -471,26 +274,6 @@ def test_slow_step_is_not_a_hang():
             request = make_request("r", [5, POISON], max_tokens=6)
             assert await answer(engine, request) == expected_answers(request)
             assert engine.health().num_restarts == 0
-
-    asyncio.run(main())
-
-
-def test_engine_that_keeps_dying_stays_dead():
-    async def main():
-        faults = ({"kind": "die", "token": POISON},)
-        watchdog = WatchdogConfig(max_restarts=1)
-        async with engine_of(device="faulty", faults=faults, watchdog=watchdog) as engine:
-            await until_ready(engine)
-            for name in ("bad", "worse"):  # the second end of each is its own and costs nothing
-                await until_ready(engine)
-                with pytest.raises(WorkerError):
-                    await answer(engine, make_request(name, [POISON]))
-            reason = await asyncio.wait_for(engine.wait_dead(), PATIENCE_S)
-            assert "killed by SIGKILL" in reason and not engine.health().alive
-            with pytest.raises(WorkerError):
-                await answer(engine, make_request("late", [5]))
-            with pytest.raises(WorkerError):
-                await engine.stats()
 
     asyncio.run(main())
 

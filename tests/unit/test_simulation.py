@@ -192,6 +192,7 @@ BUGS: list[tuple[Any, str, Callable[..., Any]]] = [
 RARE = (
     late_output_counts_for_the_next_attempt,
     lost_requests_forget_their_deadline,
+    queued_requests_never_expire,
     aborts_in_the_queue_are_dropped,
     early_aborts_are_forgotten,
     dead_front_ends_are_overlooked,

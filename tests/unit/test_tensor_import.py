@@ -42,33 +42,28 @@ def test_loading_one_library_is_silent_and_leaves_the_other_alone(name):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("name", tensor.available())
-@pytest.mark.parametrize("asked", [None, "3"])
-def test_loading_a_library_leaves_the_asked_number_of_threads_alone(name, asked, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "threads"), [(name, asked) for name in tensor.available() for asked in (None, "3")]
+)
+def test_loading_a_library_leaves_logging_signals_and_threads_alone(name, threads, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if asked is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", asked)
-    program = (
-        f"import os; from fastdeploy_core import tensor; tensor.load({name!r}); "
-        "print(os.environ.get('OMP_NUM_THREADS'))"
-    )
-    assert run(program, "-W", "ignore").strip() == str(asked)
-
-
-@pytest.mark.parametrize("name", tensor.available())
-def test_loading_a_library_leaves_logging_and_signals_alone(name):
+    if threads is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
     program = (
         "import logging, os, signal, sys\n"
         "signal.signal(signal.SIGTERM, lambda *_: (print('ended by the program'), sys.exit(3)))\n"
         f"from fastdeploy_core import tensor; tensor.load({name!r}).zeros([2])\n"
-        "print(logging.root.handlers, logging.root.level, flush=True)\n"
+        "print(logging.root.handlers, logging.root.level)\n"
+        "print(os.environ.get('OMP_NUM_THREADS'), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGTERM); import time; time.sleep(5)\n"
     )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=300
     )
-    assert (done.returncode, done.stderr) == (3, "")
-    assert done.stdout.splitlines() == ["[] 30", "ended by the program"]
+    assert done.returncode == 3
+    if threads is None:  # PaddlePaddle itself warns of several
+        assert done.stderr == ""
+    assert done.stdout.splitlines() == ["[] 30", str(threads), "ended by the program"]
 
 
 def test_unknown_library_is_refused_with_the_possible_ones():

@@ -205,6 +205,7 @@ def experts() -> None:
                 ),
             ):
                 logits, bias = random(tokens, 8), random(8)
+                table["moe_routing_widened"](logits.to(dtype), None, spec)
                 ids, weights = table["moe_routing"](logits, bias, spec)
                 table["moe_experts"](random(tokens, 136, dtype=dtype), ids, weights, gate_up, down)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fastdeploy_core.contracts.moe import RoutingSpec
 from fastdeploy_core.contracts.quant_formats import PackedWeight
 from fd_models.clamped import moe_experts_clamped
 from fd_quant_formats.mxfp4 import FORMAT, GROUP
@@ -34,6 +35,17 @@ def matrices(
         weight = PackedWeight(FORMAT, rows, depth, held, experts, GROUP)
         found.append(weight if is_packed else weight.dequantize().to(dtype))
     return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_routing_widens_logits_before_it_computes(dtype: torch.dtype) -> None:
+    """Weights of a softmax in 16 bits would differ in their last bits."""
+    torch.manual_seed(3)
+    kernels: Any = build_kernel_table("cuda", {"tensor_library": "torch"})
+    logits, spec = torch.randn(9, 32).to(DEVICE, dtype), RoutingSpec(32, 4)
+    given = kernels["moe_routing_widened"](logits, None, spec)
+    wanted = kernels["moe_routing"](logits.float(), None, spec)
+    assert all(torch.equal(*pair) for pair in zip(given, wanted, strict=True))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -100,3 +100,21 @@ def check_logits(llm: LLM, folder: Path, name: str) -> tuple[list[list[int]], li
         ours = logits_of(output, theirs.shape[1])
         assert np.abs(ours - theirs).max() < TOLERANCE * np.abs(theirs).max()
     return prompts, [greedy for _, _, greedy in answers]
+
+
+def check_quantized(
+    base: Path, folder: Path, name: str, fd_tensor: str, quantization: str, **settings: Any
+) -> None:
+    """What an adapter changes of the logits is what PEFT says, but for what rounding the base
+    changes of them."""
+    prompt, theirs, _ = answer(folder, name)
+    with engine(base, fd_tensor, quantization=quantization, **settings, **RAW) as llm:
+        adapted, plain = ask(llm, [prompt] * 2, [lora(folder, name), None], SCORED)
+    with engine(base, fd_tensor, **settings, **RAW) as llm:
+        (exact,) = ask(llm, [prompt], [None], SCORED)
+    vocab = theirs.shape[1]
+    rounding = np.abs(logits_of(plain, vocab) - logits_of(exact, vocab)).max()
+    error = np.abs(logits_of(adapted, vocab) - theirs[:-1]).max()
+    effect = np.abs(theirs[:-1] - logits_of(exact, vocab)).max()
+    assert error < 3 * rounding
+    assert rounding < effect / 2

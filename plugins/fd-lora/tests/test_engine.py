@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from engines import (
     GREEDY,
-    RAW,
-    SCORED,
     answer,
     ask,
+    check_quantized,
     engine,
-    logits_of,
     lora,
     tokens_of,
     write_adapter,
@@ -41,20 +38,7 @@ def test_two_ranks_divide_an_adapter(folder: Path, fd_tensor: str, name: str) ->
 def test_a_quantized_base_gets_the_whole_adapter(
     folder: Path, fd_tensor: str, quantization: str
 ) -> None:
-    """What an adapter changes of the logits is what PEFT says, but for what rounding the base
-    changes of them."""
-    prompt, theirs, _ = answer(folder, "all")
-    settings = {"quantization": quantization, "max_loras": 1, **RAW}
-    with engine(folder / "llama", fd_tensor, **settings) as llm:
-        adapted, plain = ask(llm, [prompt] * 2, [lora(folder, "all"), None], SCORED)
-    with engine(folder / "llama", fd_tensor, **RAW) as llm:
-        (exact,) = ask(llm, [prompt], [None], SCORED)
-    vocab = theirs.shape[1]
-    rounding = np.abs(logits_of(plain, vocab) - logits_of(exact, vocab)).max()
-    error = np.abs(logits_of(adapted, vocab) - theirs[:-1]).max()
-    effect = np.abs(theirs[:-1] - logits_of(exact, vocab)).max()
-    assert error < 3 * rounding
-    assert rounding < effect / 2
+    check_quantized(folder / "llama", folder, "all", fd_tensor, quantization, max_loras=1)
 
 
 def test_target_modules_bound_what_is_loaded(folder: Path, fd_tensor: str) -> None:

@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 from engines import (
     GREEDY,
-    RAW,
-    SCORED,
     answer,
     ask,
+    check_quantized,
     engine,
-    logits_of,
     lora,
     tokens_of,
     write_adapter,
@@ -103,20 +101,8 @@ def test_two_ranks_divide_each_experts_adapter(folder: Path, fd_tensor: str) -> 
 
 @pytest.mark.slow
 def test_quantized_experts_get_the_whole_adapter(folder: Path, fd_tensor: str) -> None:
-    """What an adapter changes of the logits is what PEFT says, but for what rounding the base
-    changes of them."""
-    prompt, theirs, _ = answer(folder, "experts")
-    given: dict[str, Any] = {"lora_experts": True, **RAW}
-    with engine(folder / "qwen3-moe", fd_tensor, quantization="wint8", **given) as llm:
-        adapted, plain = ask(llm, [prompt] * 2, [lora(folder, "experts"), None], SCORED)
-    with engine(folder / "qwen3-moe", fd_tensor, **given) as llm:
-        (exact,) = ask(llm, [prompt], [None], SCORED)
-    vocab = theirs.shape[1]
-    rounding = np.abs(logits_of(plain, vocab) - logits_of(exact, vocab)).max()
-    error = np.abs(logits_of(adapted, vocab) - theirs[:-1]).max()
-    effect = np.abs(theirs[:-1] - logits_of(exact, vocab)).max()
-    assert error < 3 * rounding
-    assert rounding < effect / 2
+    base = folder / "qwen3-moe"
+    check_quantized(base, folder, "experts", fd_tensor, "wint8", lora_experts=True)
 
 
 def test_what_is_refused(folder: Path, tmp_path: Path, fd_tensor: str) -> None:

@@ -1,5 +1,5 @@
-"""Operation `moe_experts_clamped` of gpt-oss (arXiv 2508.10925), in plain tensor code: the
-definition that cells of devices are tested against."""
+"""Operations of gpt-oss's experts (arXiv 2508.10925) in plain tensor code: the definitions that
+cells of devices are tested against."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from fastdeploy_core.contracts.moe import RoutingSpec
+from fastdeploy_core.contracts.ops import Kernel, KernelTable
 from fastdeploy_core.contracts.quant_formats import PackedWeight
 from fastdeploy_core.tensor import Tensor, namespace
 
@@ -87,4 +89,20 @@ def _rows(x: Tensor) -> Tensor:
     return x.unsqueeze(1) if x.ndim == 2 else x
 
 
-TABLE = {"moe_experts_clamped": "fd_models.clamped:moe_experts_clamped"}
+def moe_routing_widened(kernels: KernelTable) -> Callable[..., tuple[Tensor, Tensor]]:
+    """moe_routing of logits in the model's dtype, widened to float32."""
+    route = kernels["moe_routing"]
+
+    def run(
+        router_logits: Tensor, correction_bias: Tensor | None, spec: RoutingSpec
+    ) -> tuple[Tensor, Tensor]:
+        ids, weights = route(router_logits.float(), correction_bias, spec)
+        return ids, weights
+
+    return run
+
+
+TABLE = {
+    "moe_experts_clamped": "fd_models.clamped:moe_experts_clamped",
+    "moe_routing_widened": Kernel("fd_models.clamped:moe_routing_widened", composes=True),
+}

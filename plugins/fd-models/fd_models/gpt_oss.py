@@ -32,7 +32,8 @@ class ClampedExperts:
 
     def __init__(self, build: ModelBuilder, prefix: str, read: ConfigReader) -> None:
         self._build = build
-        self._experts, self._choose = build.kernels[_OPERATION], build.kernels["moe_routing"]
+        self._experts = build.kernels[_OPERATION]
+        self._choose = build.kernels["moe_routing_widened"]
         limit = read.number("swiglu_limit", default=7.0)
         self._alpha_and_limit = read.number("swiglu_alpha", default=1.702), limit
         count, hidden = read.size("num_local_experts"), read.size("hidden_size")
@@ -130,7 +131,7 @@ class ClampedExperts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, hidden], model dtype; so is the result."""
-        given = self._choose(self._router(x).float(), None, self._routing)
+        given = self._choose(self._router(x), None, self._routing)
         gate_up = self._matrices["gate_up_proj"], self._gate_up_bias
         down = self._matrices["down_proj"], self._down_bias
         y = self._experts(x, *given, *gate_up, *down, *self._alpha_and_limit)

@@ -275,21 +275,21 @@ def test_an_answer_without_parsers_is_content() -> None:
     assert shown_tokens(None, HermesToolParser) == ("<tool_call>", "</tool_call>")
 
 
-MEGABYTE = 1_000_000
+LENGTH = 300_000
 HOSTILE = {
-    "brackets": "[" * MEGABYTE,
-    "call with brackets": "<tool_call>" + "[" * MEGABYTE,
-    "nested objects": "<tool_call>" + '{"a":' * (MEGABYTE // 5),
-    "empty calls": "<tool_call></tool_call>" * (MEGABYTE // 23),
-    "starts": "<tool_call>" * (MEGABYTE // 11),
-    "unterminated quotes": '<tool_call>"' * (MEGABYTE // 12),
-    "ends in a string": '<tool_call>"' + "</tool_call>" * (MEGABYTE // 12),
-    "half markers": "</tool_cal<thin" * (MEGABYTE // 15),
-    "spaces": " " * MEGABYTE,
-    "line breaks": "\n" * MEGABYTE,
-    "backslashes": '<tool_call>"' + "\\" * MEGABYTE,
-    "thoughts": "<think></think>" * (MEGABYTE // 15),
-    "number": "<tool_call>" + "9" * MEGABYTE + "</tool_call>",
+    "brackets": "[" * LENGTH,
+    "call with brackets": "<tool_call>" + "[" * LENGTH,
+    "nested objects": "<tool_call>" + '{"a":' * (LENGTH // 5),
+    "empty calls": "<tool_call></tool_call>" * (LENGTH // 23),
+    "starts": "<tool_call>" * (LENGTH // 11),
+    "unterminated quotes": '<tool_call>"' * (LENGTH // 12),
+    "ends in a string": '<tool_call>"' + "</tool_call>" * (LENGTH // 12),
+    "half markers": "</tool_cal<thin" * (LENGTH // 15),
+    "spaces": " " * LENGTH,
+    "line breaks": "\n" * LENGTH,
+    "backslashes": '<tool_call>"' + "\\" * LENGTH,
+    "thoughts": "<think></think>" * (LENGTH // 15),
+    "number": "<tool_call>" + "9" * LENGTH + "</tool_call>",
 }
 
 
@@ -300,12 +300,12 @@ def test_hostile_text_costs_linear_time(kind: Any, name: str) -> None:
     make = (lambda: kind([])) if kind in TOOLS else (lambda: kind("", {}))
     started = time.process_time()
     whole = run(make(), [text])
-    # Quadratic work on a megabyte takes minutes; this is far from both.
-    assert time.process_time() - started < 30
+    # Linear work takes a second at most, quadratic work many times six.
+    assert time.process_time() - started < 6
     pieces = [text[i : i + 50] for i in range(0, len(text), 50)]
     started = time.process_time()
     assert run(make(), pieces) == whole
-    assert time.process_time() - started < 30
+    assert time.process_time() - started < 6
 
 
 def test_parsers_evaluate_nothing() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -11,7 +11,20 @@ from fastdeploy_testing.conformance.test_hygiene import HygieneConformance
 from fastdeploy_testing.conformance.test_quantizer import QuantizerConformance
 
 
-class _Dense(QuantizerConformance):
+class _QuantizedOnce(QuantizerConformance):
+    """Searching the best path of every strand of weights takes a while, so each layer is quantized
+    once for all tests."""
+
+    _made: ClassVar[dict[tuple[str, LayerSpec], dict[str, Any]]] = {}
+
+    def _quantized(self, device: Any, quantizer: Any, layer: LayerSpec) -> dict[str, Any]:
+        key = type(self).__name__, layer
+        if key not in self._made:
+            self._made[key] = super()._quantized(device, quantizer, layer)
+        return {name: tensor.clone() for name, tensor in self._made[key].items()}
+
+
+class _Dense(_QuantizedOnce):
     @pytest.fixture
     def quantization_config(self) -> dict[str, Any]:
         return {"dense": True}
@@ -21,7 +34,7 @@ class TestTet2(_Dense):
     driver_name = "tet2"
 
 
-class TestTet2OfExperts(QuantizerConformance):
+class TestTet2OfExperts(_QuantizedOnce):
     """As `fastdeploy plugins check tet2` does it."""
 
     driver_name = "tet2"
@@ -35,7 +48,7 @@ class TestTet4(_Dense):
         return 0.12
 
 
-class TestWint2(QuantizerConformance):
+class TestWint2(_QuantizedOnce):
     driver_name = "wint2"
 
     @pytest.fixture

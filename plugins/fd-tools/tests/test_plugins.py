@@ -153,6 +153,7 @@ def test_why_of_every_other_kind(capsys, stranger, kind):
     assert code in (0, 1) and "candidate" in out.out and kind in out.out
 
 
+@pytest.mark.slow  # a process for each plugin that is installed
 def test_doctor_reports_imports_checks_and_pth_files(capsys, stranger):
     (stranger / "chip2.py").write_text("import no_such_vendor_library\n")
     info = stranger / "fd_chip2-0.1.dist-info"

@@ -87,7 +87,8 @@ for operation in ("kv_copy_blocks", "kv_read_blocks", "kv_write_blocks"):
     TABLE[operation] = Kernel(
         f"fastdeploy_core.reference.ops.cache:{operation}", "fd_cuda.kernels:runs_here"
     )
-# Of gpt-oss; fd-models defines it, and fd-quant-formats the format.
+# Of gpt-oss; fd-models defines both, and fd-quant-formats the format.
+TABLE["moe_routing_widened"] = TABLE["moe_routing"]
 TABLE["moe_experts_clamped"] = Kernel(
     "fd_cuda.kernels.quant_any:moe_experts_clamped",
     "fd_cuda.kernels:runs_here",

@@ -41,6 +41,7 @@ def _route(
     expert = group[:, None] * SIZE + member[None, :]
     inside = (group < GROUPS)[:, None] & (member < SIZE)[None, :]
     x = tl.load(logits_p + token * stride + expert, mask=inside, other=float("-inf"))
+    x = x.to(tl.float32)
     for part in tl.static_range(1, PARTS):
         place = logits_p + part * part_stride + token * stride + expert
         x += tl.load(place, mask=inside, other=0.0)
@@ -208,8 +209,8 @@ class Order:
 def moe_routing(
     router_logits: torch.Tensor, correction_bias: torch.Tensor | None, spec: RoutingSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(topk_ids [T, k] int64, topk_weights [T, k] float32). Batch-invariant; ids are valid whatever
-    the logits hold."""
+    """(topk_ids [T, k] int64, topk_weights [T, k] float32), computed in float32 from logits of any
+    dtype. Batch-invariant; ids are valid whatever the logits hold."""
     return route(router_logits, correction_bias, spec, 0)
 
 
