@@ -15,7 +15,7 @@ from test_kernels import DEVICE, HAS_GPU
 
 from fastdeploy_testing.drivers import build_kernel_table
 from fd_cuda.kernels import many_rows, quant_any
-from fd_cuda.kernels.quant_mxfp4 import alone, unpacked
+from fd_cuda.kernels.quant_mxfp4 import unpacked
 
 ALPHA, LIMIT = 1.702, 1.5
 # Experts, hidden, width: widths that fill tiles and such that do not.
@@ -141,18 +141,3 @@ def test_unpacked_numbers_are_those_that_are_stored() -> None:
     (weight, _) = matrices((3, 96, 40), True, torch.float32)
     assert isinstance(weight, PackedWeight)
     assert torch.equal(unpacked(weight, torch.float32), weight.dequantize())
-
-
-@pytest.mark.parametrize("depth", [32, 1024, 1056])
-def test_one_row_alone_times_its_experts_matrix(depth: int) -> None:
-    """Depths below a step, of one and of more; the last outputs fill no program."""
-    torch.manual_seed(depth)
-    (_, weight) = matrices((3, 40, depth), True, torch.float32)
-    assert isinstance(weight, PackedWeight)
-    x, bias = torch.randn(2, depth, device=DEVICE), torch.randn(3, 40, device=DEVICE)
-    experts = torch.tensor([2, 0, 1, 2], device=DEVICE)
-    found = alone(x, weight, experts, 2, bias)
-    wide = weight.dequantize().double()[experts]
-    rows = x.double().repeat_interleave(2, 0)
-    wanted = torch.einsum("snk,sk->sn", wide, rows) + bias[experts]
-    torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=2e-5)

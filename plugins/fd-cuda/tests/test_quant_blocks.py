@@ -12,7 +12,7 @@ from packed_weights import packed as packed_on
 from quant_emulation import use_kernels
 from test_quant_native import DEVICE, HAS_GPU, check
 
-from fd_cuda.kernels import quant_blocks, quant_linear, quant_weights
+from fd_cuda.kernels import quant_blocks, quant_experts, quant_linear, quant_weights
 from fd_cuda.kernels.experts import combined
 from fd_cuda.kernels.quant_layout import FP8_ROWS
 from fd_cuda.kernels.quant_native import Grouping
@@ -55,19 +55,18 @@ def test_blocks_have_the_shared_memory_that_turns_take(columns: int, split: int)
     ("width", "depth", "rows", "tile"),
     [
         (6144, 1024, 64, None),
-        (6144, 1024, 128, (128, 1)),  # few tiles, but few turns
+        (6144, 1024, 128, None),  # smaller tiles, by quant_persistent.cu
         (6144, 1024, 256, (128, 1)),
-        (6144, 1024, 512, (128, 1)),  # one round of wide tiles, and few turns
+        (6144, 1024, 512, (256, 1)),  # one round of wide tiles
         (6144, 1024, 1024, (128, 1)),  # 3 rounds of tiles; of 256 outputs, 2
         (6144, 1024, 4096, (256, 1)),
         (1024, 3072, 128, None),
         (1024, 3072, 256, None),
         (1024, 3072, 1024, (128, 2)),
-        (2048, 8192, 128, (128, 4)),
+        (2048, 8192, 512, (128, 2)),
         (1024, 3072, 4096, (256, 1)),
         (8192, 8192, 128, (128, 2)),
         (8192, 8192, 256, None),
-        (8192, 8192, 4096, (256, 1)),
         (8200, 8192, 256, (128, 1)),  # cuBLAS takes whole blocks only
         (6144, 1040, 4096, (256, 1)),
     ],
@@ -128,7 +127,8 @@ def test_layer_of_experts(tokens: int) -> None:
     grouping = Grouping(slots, 1, order)
     numbers, scales = fp8_blocks(x, into=order)
     inside, of_inside = quant_blocks.gated_product(numbers, scales, first, grouping, x.dtype)
-    y = quant_blocks.experts(shape, x, order, slots, first, second)
+    both = (gate_up, first), (down, second)
+    y = quant_experts.in_blocks(shape, x, order, slots, 2, *both)
     wide, narrow = (w.dequantized(torch.float32).double() for w in (gate_up, down))
     meant, experts_of = gate_up.seen(x.float()).double(), ids.view(-1).tolist()
     for place, slot in enumerate(order.slots.tolist()):

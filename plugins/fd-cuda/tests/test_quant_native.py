@@ -35,7 +35,6 @@ from fd_cuda.kernels.quant_shapes import (
     Few,
     Grouped,
     Persistent,
-    Shape,
     Tile,
     few_shared,
     grouped_shared,
@@ -90,7 +89,7 @@ def test_packing_codes_goes_both_ways(rows: int, quarters: int) -> None:
 
 
 # Format, outputs, inputs, group, dtype, rows of x, kernel.
-Case = tuple[str, int, int, int, torch.dtype, int, Shape]
+Case = tuple[str, int, int, int, torch.dtype, int, Few | Tile]
 CASES: list[Case] = [
     ("wint4", 40, 136, 0, torch.bfloat16, 5, Few(1, 1, 2, 2, 1)),
     ("wint4", 64, 256, 64, torch.bfloat16, 9, Few(2, 2, 4, 2, 1)),
@@ -201,7 +200,7 @@ def test_published_two_bits(dtype: torch.dtype) -> None:
     own = quant_weights.dequantized(slabs, torch.float32).double().cpu().numpy()
     assert np.allclose(own, dense, rtol=1e-6)
     check(unpack(slabs, dtype), torch.from_numpy(dense).to(DEVICE), dtype)
-    shapes: list[tuple[Shape, int]] = [
+    shapes: list[tuple[Few | Tile, int]] = [
         (Few(1, 2, 2, 2, 1), 3), (Few(2, 1, 2, 2, 1), 11),
         (Tile(64, 64, 1, 4, 4, 2, 1), 35), (Tile(16, 64, 2, 4, 8, 4, 1), 11),
     ]  # fmt: skip

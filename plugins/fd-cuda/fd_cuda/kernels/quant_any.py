@@ -21,7 +21,7 @@ from . import many_rows, native, quant_grouped
 from .common import INTERPRETED, batch_invariant, cdiv, join_chain, options
 from .experts import combined
 from .quant_layout import MXFP4
-from .quant_mxfp4 import alone, clamped, is_whole, scaled_mxfp4, unpacked
+from .quant_mxfp4 import clamped, is_whole, scaled_mxfp4, unpacked
 from .routing import Order, order_by_expert
 
 if TYPE_CHECKING:
@@ -214,9 +214,6 @@ def moe_experts_clamped(
             own = (gate_up, gate_up_bias), (down, down_bias)
             y = quant_grouped.clamped_experts(shape, x, order, slots, top_k, *own, clamp)
             return combined(y, topk_weights)
-        if tokens <= _ALONE:
-            hidden = alone(x, gate_up, topk_ids, top_k, gate_up_bias, clamp)
-            return combined(alone(hidden, down, topk_ids, 1, down_bias), topk_weights)
         if each >= UNPACKED_FROM and _may_unpack(x, gate_up, down):
             order = order_by_expert(topk_ids, num_experts, many_rows.ROWS)
             wide = unpacked(gate_up, x.dtype)

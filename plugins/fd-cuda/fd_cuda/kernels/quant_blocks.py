@@ -3,7 +3,7 @@ of blocks, by quant_blocks.cu."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
@@ -12,11 +12,8 @@ from .common import num_processors
 from .native import tensor_map
 from .quant_layout import Slabs
 from .quant_native import Grouping
-from .quant_round import FP8_BLOCK, fp8_blocks
+from .quant_round import FP8_BLOCK
 from .quant_shapes import BLOCK_PIECES, Blocks, blocks, blocks_shared
-
-if TYPE_CHECKING:
-    from .routing import Order
 
 _BOX_ROWS: Final = 16  # of results that a warp stores at a time
 
@@ -28,28 +25,13 @@ def product(
     weight: Slabs,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
+    grouping: Grouping | None = None,
 ) -> torch.Tensor:
-    """x [T, K], rounded by blocks, with scales [T, K / 128], tokens fastest, times one matrix, in
-    dtype."""
-    y = torch.empty((x.shape[0], weight.out_features), dtype=dtype, device=x.device)
-    _multiply(shape, x, x_scales, weight, bias, y)
-    return y
-
-
-def experts(
-    shape: Blocks,
-    x: torch.Tensor,
-    order: Order,
-    num_slots: int,
-    gate_up: Slabs,
-    down: Slabs,
-) -> torch.Tensor:
-    """[num_slots, H]: the gated MLPs of the experts that rows of x go to in this order."""
-    grouping = Grouping(num_slots, 1, order)
-    numbers, scales = fp8_blocks(x, into=order)
-    hidden, of_hidden = gated_product(numbers, scales, gate_up, grouping, x.dtype)
-    y = torch.empty((num_slots, down.out_features), dtype=x.dtype, device=x.device)
-    _multiply(shape, hidden, of_hidden, down, None, y, grouping)
+    """x [T, K], rounded by blocks, with scales [T, K / 128], tokens fastest, times the weight, in
+    dtype. Rows of experts lie in the order of the blocks in x, by slots in what comes out."""
+    num_rows = x.shape[0] if grouping is None else grouping.num_slots
+    y = torch.empty((num_rows, weight.out_features), dtype=dtype, device=x.device)
+    _multiply(shape, x, x_scales, weight, bias, y, grouping)
     return y
 
 

@@ -3,6 +3,7 @@ token."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -94,23 +95,6 @@ def _write(
         tl.store(to_p, number.to(cache_p.dtype.element_ty), mask=inside)
 
 
-def kv_write_int8(rows: Rows, cache: Rows, slots: torch.Tensor, scales: KVScales | None) -> None:
-    """Format int8."""
-    _write_all(KV_FORMATS["int8"], rows, cache, slots, scales)
-
-
-def kv_write_float8_e4m3fn(
-    rows: Rows, cache: Rows, slots: torch.Tensor, scales: KVScales | None
-) -> None:
-    """Format float8_e4m3fn."""
-    _write_all(KV_FORMATS["float8_e4m3fn"], rows, cache, slots, scales)
-
-
-def kv_write_int4_zp(rows: Rows, cache: Rows, slots: torch.Tensor, scales: KVScales | None) -> None:
-    """Format int4_zp."""
-    _write_all(KV_FORMATS["int4_zp"], rows, cache, slots, scales)
-
-
 def _write_all(
     kind: KVFormat, rows: Rows, cache: Rows, slots: torch.Tensor, scales: KVScales | None
 ) -> None:
@@ -140,3 +124,8 @@ def _write_all(
             HAS_LOW=kind.has_minimum, IS_FP8=kind.dtype == "float8_e4m3fn",
             **options(num_warps=4),
         )  # fmt: skip
+
+
+kv_write_int8 = partial(_write_all, KV_FORMATS["int8"])
+kv_write_float8_e4m3fn = partial(_write_all, KV_FORMATS["float8_e4m3fn"])
+kv_write_int4_zp = partial(_write_all, KV_FORMATS["int4_zp"])

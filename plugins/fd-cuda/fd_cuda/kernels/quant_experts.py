@@ -6,7 +6,6 @@ Where they cannot run what they read (float32, odd sizes) all experts are dequan
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import ceil, erfc
 from typing import Final
 
@@ -18,12 +17,11 @@ from .experts import combined, grouped
 from .experts import moe_experts as experts_in_halves
 from .experts import tiles_for as tiles_of_experts
 from .norm import silu_and_mul
-from .quant_grouped import grouped_product, grouped_shape, of_slabs
+from .quant_grouped import grouped_shape
 from .quant_layout import CCQ, INT4, Slabs
-from .quant_linear import TILE_ENDS, native_runs, with_copies
-from .quant_native import Grouping, as_numbers, product, unpack
+from .quant_linear import TILE_ENDS, multiply, native_runs, with_copies
+from .quant_native import Grouping, as_numbers, unpack
 from .quant_order import gathered
-from .quant_persistent import persistent_product
 from .quant_round import FP8_BLOCK
 from .quant_shapes import (
     Blocks,
@@ -94,10 +92,7 @@ def moe_experts(
         y = _of_few_rows(shape, x, topk_ids, (gate_up, first), (down, second))
         return combined(y, topk_weights)
     slots, order = tokens * top_k, order_by_expert(topk_ids, first.num_experts, shape.rows)
-    if isinstance(shape, Blocks):
-        y = quant_blocks.experts(shape, x, order, slots, first, second)
-    else:
-        y = in_blocks(shape, x, order, slots, top_k, (gate_up, first), (down, second))
+    y = in_blocks(shape, x, order, slots, top_k, (gate_up, first), (down, second))
     return combined(y, topk_weights)
 
 
@@ -116,15 +111,13 @@ def _of_few_rows(
     y = x
     for (weight, slabs), divisor, paired in ((gate_up, top_k, True), (down, 1, False)):
         seen, scales = weight.round(y)
-        y = product(
-            shape, seen, slabs, None, dtype=x.dtype, x_scales=scales,
-            grouping=Grouping(slots, divisor, order, ids), paired=paired,
-        )  # fmt: skip
+        own = Grouping(slots, divisor, order, ids)
+        y = multiply(shape, seen, scales, slabs, None, x.dtype, grouping=own, paired=paired)
     return y
 
 
 def in_blocks(
-    shape: Tile | Persistent | Grouped,
+    shape: Tile | Persistent | Blocks | Grouped,
     x: torch.Tensor,
     order: Order,
     slots: int,
@@ -135,37 +128,18 @@ def in_blocks(
     """[slots, H]: the gated MLPs of the experts that rows slot // top_k of x go to in this order,
     in which a kernel puts them."""
     by_words, (weight, first), (other, second) = isinstance(shape, Grouped), gate_up, down
-    scales = None
+    scales, own = None, Grouping(slots, 1, order)
     if weight.rounding:
         rows, scales = weight.numbers(x, into=order, by_words=by_words)
     else:
         rows = gathered(x, order, slots, top_k)
-    hidden = _product(shape, rows, scales, first, x.dtype, order, slots, paired=True)
-    if other.rounding:
-        hidden, scales = other.numbers(hidden, order, by_words=by_words)
-    return _product(shape, hidden, scales, second, x.dtype, order, slots, paired=False)
-
-
-def _product(
-    shape: Tile | Persistent | Grouped,
-    x: torch.Tensor,
-    scales: torch.Tensor | None,
-    slabs: Slabs,
-    dtype: torch.dtype,
-    order: Order,
-    slots: int,
-    *,
-    paired: bool,
-) -> torch.Tensor:
-    if isinstance(shape, Grouped):
-        matrix = of_slabs(shape, slabs, dtype)
-        return grouped_product(shape, x, scales, matrix, dtype, order, slots, paired=paired)
-    grouping = Grouping(slots, 1, order)
-    if isinstance(shape, Tile):
-        return product(shape, x, slabs, None, grouping=grouping, paired=paired)
-    return persistent_product(
-        shape, x, scales, slabs, None, dtype, grouping=grouping, paired=paired
-    )
+    if isinstance(shape, Blocks) and scales is not None:
+        hidden, scales = quant_blocks.gated_product(rows, scales, first, own, x.dtype)
+    else:
+        hidden = multiply(shape, rows, scales, first, None, x.dtype, grouping=own, paired=True)
+        if other.rounding:
+            hidden, scales = other.numbers(hidden, order, by_words=by_words)
+    return multiply(shape, hidden, scales, second, None, x.dtype, grouping=own)
 
 
 def choose(
@@ -256,23 +230,12 @@ def _dequantized(
     gate_up: Weights,
     down: Weights,
 ) -> torch.Tensor:
-    """All experts dequantized for the call by plain tensor code."""
-    wide = [weight.dequantized(x.dtype) for weight in (gate_up, down)]
-    return by_halves(x, topk_ids, topk_weights, wide, (gate_up.seen, down.seen))
-
-
-def by_halves(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    wide: list[torch.Tensor],
-    seen: tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]],
-) -> torch.Tensor:
-    """The products of experts.py with dequantized experts [E, 2I, H] and [E, H, I], and what they
-    see of their inputs. Nothing waits for the host."""
+    """All experts dequantized for the call by plain tensor code, for the products of experts.py.
+    Nothing waits for the host."""
     slots, top_k = topk_ids.numel(), topk_ids.shape[1]
-    tiles = tiles_of_experts(topk_ids.shape[0], top_k, wide[0].shape[0], x.dtype)
-    order = order_by_expert(topk_ids, wide[0].shape[0], tiles.rows)
-    hidden = grouped(seen[0](x), wide[0], order, tiles, slots, top_k, gated=True)
-    y = grouped(seen[1](hidden), wide[1], order, tiles, slots, 1, gated=False)
+    first, second = (weight.dequantized(x.dtype) for weight in (gate_up, down))
+    tiles = tiles_of_experts(topk_ids.shape[0], top_k, first.shape[0], x.dtype)
+    order = order_by_expert(topk_ids, first.shape[0], tiles.rows)
+    hidden = grouped(gate_up.seen(x), first, order, tiles, slots, top_k, gated=True)
+    y = grouped(down.seen(hidden), second, order, tiles, slots, 1, gated=False)
     return combined(y, topk_weights)

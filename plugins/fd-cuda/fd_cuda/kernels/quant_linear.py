@@ -8,10 +8,7 @@ quant_any.py's.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
-from itertools import product as product_of
-from math import inf, log2
 from typing import Final
 
 import torch
@@ -20,22 +17,31 @@ import torch.nn.functional as F
 from . import native, quant_any, quant_blocks
 from .common import batch_invariant, num_processors
 from .matmul import matmul
+from .quant_grouped import grouped_product, of_slabs
 from .quant_layout import CCQ, FP8, FP8_ROWS, INT4, INT8, INT8_ROWS, TRELLIS, Slabs
-from .quant_native import as_numbers, product, unpack
+from .quant_native import Grouping, as_numbers, product, unpack
 from .quant_persistent import persistent_product
 from .quant_round import FP8_BLOCK, Seen
 from .quant_shapes import (
     Blocks,
     Chosen,
     Few,
+    Grouped,
     Persistent,
-    Shape,
     Tile,
     blocks,
     persistent,
     slab_bytes,
     tile_room,
     tile_shared,
+)
+from .quant_times import (
+    BY_BLOCKS,
+    GROUPS_MORE,
+    UNPACKED,
+    library_by_blocks,
+    library_unpacked,
+    quickest,
 )
 from .quant_weights import Weights, dequantized
 
@@ -50,29 +56,6 @@ _MANY_ROWS: Final = 1024
 # Rows of a tile of quant_persistent.cu, and what a tile costs besides, in rows.
 _TILES: Final = (64, 128, 256)
 TILE_ENDS: Final = 60
-# Where weights are unpacked in registers: microseconds of a turn of tiles of so many rows by 64 and
-# by 128 outputs, more of it for each row that is not there, of the end of a tile, and more of that
-# for each halving of K; fitted to 282 layers and numbers of rows (one H200, 2026-11-30).
-_TURN_US: Final = {
-    32: (0.196, 0.259),
-    64: (0.191, 0.294),
-    128: (0.224, 0.37),
-    160: (0.237, 0.403),
-    256: (inf, 0.659),  # the copy engine brings so many rows too slowly for 64 outputs
-}
-_ABSENT_US: Final = 0.00037
-_END_US, _END_ROW_US = 1.07, 0.0054
-_SHARE_US, _SHARE_ROW_US = 1.03, 0.0089
-# Of the library beside it: bytes that it moves and multiplications that it does in a microsecond,
-# and microseconds besides.
-_BYTES_US, _PRODUCTS_US, _LIBRARY_US = 3.3e6, 3.75e8, 5.0
-# Turns of 128 inputs from which cuBLAS is faster with scales of blocks than tiles of 128 outputs,
-# in large layers.
-_MANY_TURNS: Final = 48
-# So few turns that blocks gain little by dividing them, or by wide tiles if each has one.
-_FEW_TURNS: Final = 8
-# Turns of all tiles of 128 by 128 up to which quant_persistent.cu's smaller tiles are faster.
-_LITTLE_WORK: Final = 512
 
 
 def linear(x: torch.Tensor | Seen, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
@@ -92,14 +75,39 @@ def linear(x: torch.Tensor | Seen, weight: Weights, bias: torch.Tensor | None) -
     rows = x.shape[0] if isinstance(x, torch.Tensor) else x.rows
     shape = choose(slabs, rows, rounds=bool(weight.rounding))
     seen = weight.see(x, shape) if isinstance(x, torch.Tensor) else x
-    numbers, scales, dtype = seen.numbers, seen.scales, seen.dtype
+    if shape is None:
+        return _by_library(seen, slabs, bias)
+    return multiply(shape, seen.numbers, seen.scales, slabs, bias, seen.dtype)
+
+
+def multiply(
+    shape: Few | Tile | Persistent | Blocks | Grouped,
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    slabs: Slabs,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    grouping: Grouping | None = None,
+    paired: bool = False,
+) -> torch.Tensor:
+    """By one of the kernels: x as it takes them, and what its rows are multiplied with, times the
+    weight, in dtype. `paired`: silu(gate) times what belongs to it."""
     if isinstance(shape, Blocks) and scales is not None:
-        return quant_blocks.product(shape, numbers, scales, slabs, bias, dtype)
+        return quant_blocks.product(shape, x, scales, slabs, bias, dtype, grouping)
     if isinstance(shape, Persistent):
-        return persistent_product(shape, numbers, scales, slabs, bias, dtype)
-    if isinstance(shape, Shape):
-        return product(shape, numbers, slabs, bias, dtype=dtype, x_scales=scales)
-    return _by_library(seen, slabs, bias)
+        return persistent_product(
+            shape, x, scales, slabs, bias, dtype, grouping=grouping, paired=paired
+        )
+    if isinstance(shape, Few | Tile):
+        return product(
+            shape, x, slabs, bias, dtype=dtype, x_scales=scales, grouping=grouping, paired=paired
+        )
+    if isinstance(shape, Grouped) and grouping is not None and grouping.order is not None:
+        own = grouping.order, grouping.num_slots
+        matrix = of_slabs(shape, slabs, dtype)
+        return grouped_product(shape, x, scales, matrix, dtype, *own, paired=paired)
+    raise TypeError(f"{shape} multiplies no such rows")
 
 
 def native_runs(x: torch.Tensor) -> bool:
@@ -122,8 +130,10 @@ def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Chosen:
         # int8 and fp8.
         if rows <= 8:
             return _few_shape(slabs, rows)
-        own = _persistent_shape if slabs.block_scales is None else _blocks_shape
-        return own(slabs, rows) or (None if _library_wins(slabs, rows) else _few_tiles(slabs, rows))
+        if slabs.block_scales is not None:
+            return _blocks_shape(slabs, rows)
+        by_library = _library_wins(slabs, rows)
+        return _persistent_shape(slabs, rows) or (None if by_library else _few_tiles(slabs, rows))
     size = size_of(slabs.num_slabs)
     takes_more = slabs.kind == INT4 and slabs.scaled and size == 2
     takes_more = takes_more and slabs.num_slabs <= 4 * num_processors()
@@ -136,7 +146,7 @@ def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Chosen:
     is_narrow, is_small = slabs.num_slabs <= _NARROW, slabs.num_slabs * slabs.num_turns < _SMALL
     if rows <= (128 if is_narrow else 64 if is_small else 0):
         return _few_rows_shape(slabs, rows)
-    return _tiles_shape(slabs.kind, slabs.num_slabs, slabs.num_turns, rows, num_processors())
+    return _unpacking_shape(slabs, rows)
 
 
 def size_of(count: int) -> int:
@@ -145,16 +155,18 @@ def size_of(count: int) -> int:
     return 0 if count < 256 else 1 if count < 512 else 2
 
 
-def _unpacked_shape(slabs: Slabs, rows: int) -> Tile | None:
+def _unpacked_shape(slabs: Slabs, rows: int) -> Tile | Persistent | None:
     """Where weights take long to unpack: groups of inputs with scales, and codes."""
-    size, is_ccq = size_of(slabs.num_slabs), slabs.kind == CCQ
+    size, is_ccq, count = size_of(slabs.num_slabs), slabs.kind == CCQ, slabs.num_slabs
+    if not is_ccq and rows > 128 and count > _NARROW:
+        return _unpacking_shape(slabs, rows)
     if rows > (_MANY_ROWS if size == 2 else _SOME_ROWS if is_ccq and size else 512):
         return None
     if not is_ccq and size < 2 and rows <= 128:
         return _few_rows_shape(slabs, rows)
-    if size == 2 and rows > 128 and not fills(slabs.num_slabs, rows):
+    if size == 2 and rows > 128 and not fills(count, rows):
         return None
-    return tile_shape(slabs.kind, slabs.scaled, slabs.num_slabs, rows)
+    return tile_shape(slabs.kind, slabs.scaled, count, rows)
 
 
 def _few_shape(slabs: Slabs, rows: int) -> Few:
@@ -220,7 +232,7 @@ def tile_shape(kind: int, scaled: int, count: int, rows: int) -> Tile | None:
     elif rows <= _SOME_ROWS:
         tile = Tile(128, 128, 1, 4, 8, 4, 1)
     elif rows <= 512:
-        tile = Tile(128, 192, 1, 4, 4, 4 if is_trellis else 2, 1)
+        tile = Tile(128, 192, 1, 4, 4, 4, 1)
     else:
         return None
     return with_copies(tile, kind, scaled)
@@ -244,36 +256,16 @@ def fills(count: int, rows: int) -> bool:
     return busy >= (0.5 if rounds == 1 else 0.7 if rows <= 512 else 0.85 if rows <= 1024 else 0.92)
 
 
-@functools.cache
-def _tiles_shape(kind: int, slabs: int, turns: int, rows: int, cores: int) -> Persistent | None:
-    """The tiles of quant_persistent.cu that should be done first where weights are unpacked in
-    registers; None where unpacking all of them, and the library, should."""
-
-    def tiles(shape: Persistent) -> int:
-        return -(-slabs // (4 * shape.groups)) * -(-rows // shape.rows)
-
-    def has_room(shape: Persistent) -> bool:
-        # Blocks that divide K have to start together; clusters of more leave more places empty. A
-        # second round of narrow tiles took longer than the first one.
-        share = {1: inf if shape.groups == 2 else 1.0, 2: 1.0, 4: 0.8, 8: 0.5}[shape.split]
-        return tiles(shape) * shape.split <= share * cores
-
-    def taken(shape: Persistent) -> float:
-        turn = _TURN_US[shape.rows][shape.groups - 1] + _ABSENT_US * (-rows % shape.rows)
-        end = _END_US + _END_ROW_US * shape.rows
-        end += log2(shape.split) * (_SHARE_US + _SHARE_ROW_US * shape.rows)
-        return -(-tiles(shape) // cores) * (-(-turns // shape.split) * turn + end)
-
-    shapes = (
-        persistent(tile, kind, groups, split)
-        for tile, groups, split in product_of(_TURN_US, (1, 2), (1, 2, 4, 8))
-    )
-    best = min(filter(has_room, shapes), key=taken)
-    numbers = slabs * turns << 10
-    unpacked = numbers * (slab_bytes(kind) / 1024 + 2) / _BYTES_US
-    products = max(numbers * rows / _PRODUCTS_US, numbers * 2 / _BYTES_US)
-    library = unpacked + products + _LIBRARY_US
-    return best if taken(best) <= library else None
+def _unpacking_shape(slabs: Slabs, rows: int) -> Persistent | None:
+    """Tiles of quant_persistent.cu, which unpacks in registers; None where unpacking all weights,
+    and the library, should be quicker."""
+    count, cores = 16 * slabs.num_slabs, num_processors()
+    inputs, more = 64 * slabs.num_turns, GROUPS_MORE if slabs.scaled else 0.0
+    taken, *tiles = quickest(UNPACKED, count, inputs, rows, cores, more)
+    stored = slabs.num_slabs * slabs.num_turns * slab_bytes(slabs.kind)
+    if taken > library_unpacked(stored, count * inputs, rows):
+        return None
+    return persistent(tiles[0], slabs.kind, *tiles[1:])
 
 
 def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
@@ -294,34 +286,6 @@ def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
     tile = min(_TILES, key=taken)
     is_busy = across * -(-rows // tile) >= 0.6 * processors
     return persistent(tile, slabs.kind) if is_busy else None
-
-
-def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:
-    """fp8 numbers with scales of blocks: by tiles of 256 outputs where these are done as soon, by
-    several blocks a tile where tiles are few. None where smaller tiles keep the GPU busier, and
-    where cuBLAS is faster on tiles of 128 outputs: large layers of many inputs."""
-    turns, is_large = -(-slabs.in_features // FP8_BLOCK), size_of(slabs.num_slabs) == 2
-    if rows <= 64:
-        return None
-
-    def tiles(shape: Blocks) -> int:
-        return -(-rows // shape.rows) * -(-slabs.out_features // shape.columns)
-
-    def rounds(shape: Blocks) -> int:
-        return -(-tiles(shape) // num_processors())
-
-    narrow, wide, by_library = blocks(), blocks(256), _library_wins(slabs, rows)
-    if 2 * rounds(wide) <= rounds(narrow) and (rounds(wide) > 1 or turns > _FEW_TURNS):
-        return wide
-    is_divided = turns > _FEW_TURNS and tiles(narrow) * turns > _LITTLE_WORK
-    if is_divided and tiles(narrow) <= num_processors() // 2:
-        # Clusters of four do not find room for all of so many blocks as clusters of two do.
-        return blocks(split=4 if 4 * tiles(narrow) <= 0.8 * num_processors() else 2)
-    if is_large and turns >= _MANY_TURNS and by_library:
-        return None
-    # Smaller tiles gain less where turns are few.
-    busy = tiles(narrow) / num_processors()
-    return narrow if by_library or busy > (0.6 if turns > _FEW_TURNS else 0.3) else None
 
 
 def _few_tiles(slabs: Slabs, rows: int) -> Persistent:
@@ -346,14 +310,23 @@ def _few_tiles(slabs: Slabs, rows: int) -> Persistent:
 
 
 def _library_wins(slabs: Slabs, rows: int) -> bool:
-    """Whether cuBLAS multiplies such fp8 numbers, and faster: whole sixteens, or whole blocks."""
-    if slabs.kind != FP8_ROWS:
+    """Whether cuBLAS multiplies such fp8 numbers, and faster."""
+    if slabs.kind != FP8_ROWS or slabs.out_features % 16 or slabs.in_features % 16:
         return False
-    of_outputs, of_inputs = (16, 16) if slabs.block_scales is None else (FP8_BLOCK, FP8_BLOCK)
-    if slabs.out_features % of_outputs or slabs.in_features % of_inputs:
-        return False
-    is_large = slabs.num_slabs * slabs.num_turns >= 1 << 14 and slabs.block_scales is not None
-    return (rows > 64 and is_large) or (rows > 128 and slabs.num_slabs >= 256) or rows > 512
+    return (rows > 128 and slabs.num_slabs >= 256) or rows > 512
+
+
+def _blocks_shape(slabs: Slabs, rows: int) -> Persistent | Blocks | None:
+    """fp8 numbers with scales of blocks; None where cuBLAS multiplies them, and should be
+    quicker."""
+    outputs, inputs, cores = slabs.out_features, slabs.in_features, num_processors()
+    taken, block, groups, split = quickest(BY_BLOCKS, outputs, inputs, rows, cores)
+    is_whole = outputs % FP8_BLOCK == inputs % FP8_BLOCK == 0
+    if is_whole and library_by_blocks(outputs, inputs, rows, cores) < taken:
+        return None
+    if block == 128:
+        return blocks(64 * groups, split)
+    return persistent(block, slabs.kind, groups, split)
 
 
 def _by_library(x: Seen, slabs: Slabs, bias: torch.Tensor | None) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from . import native
 from .native import tensor_map
 from .quant_layout import CCQ, INT8_ROWS, TRELLIS, TURN, Slabs
-from .quant_shapes import Shape, Tile, few_shared, tile_shared
+from .quant_shapes import Few, Tile, few_shared, tile_shared
 
 if TYPE_CHECKING:
     from .routing import Order
@@ -32,7 +32,7 @@ class Grouping:
 
 
 def product(
-    shape: Shape,
+    shape: Few | Tile,
     x: torch.Tensor,
     weight: Slabs,
     bias: torch.Tensor | None,

@@ -116,10 +116,12 @@ def _store(to_p, step, value, mask, row, places_p, COPIES: tl.constexpr):
 @triton.jit(do_not_specialize=["num_slots"])
 def _round_rows(
     x_p, y_p, scales_p, given_p, experts_p, slots_p, places_p, num_slots, width, stride,
-    BLOCK: tl.constexpr, TURNS: tl.constexpr, BOUND: tl.constexpr, IS_FP8: tl.constexpr,
-    IS_STATIC: tl.constexpr, CONVERTS: tl.constexpr, EACH: tl.constexpr, COPIES: tl.constexpr,
-    BY_WORDS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, TURNS: tl.constexpr, SIZE: tl.constexpr, BOUND: tl.constexpr,
+    IS_FP8: tl.constexpr, IS_STATIC: tl.constexpr, CONVERTS: tl.constexpr, EACH: tl.constexpr,
+    COPIES: tl.constexpr, BY_WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """SIZE: so many inputs are rounded by a scale of their own, and come out relative to the
+    row's."""
     join_chain(PDL)
     row = tl.program_id(0).to(tl.int64)
     if _is_used(row, experts_p, slots_p, num_slots, EACH):
@@ -142,7 +144,14 @@ def _round_rows(
             if turn:
                 x = tl.load(from_p + _inputs(at, BY_WORDS), mask=at < width, other=0.0)
                 x = x.to(tl.float32)
-            number = quotient(x, scale, y_p.dtype.element_ty, BOUND, IS_FP8, CONVERTS)
+            if SIZE:
+                parts = tl.reshape(x, (BLOCK // SIZE, SIZE))
+                own = tl.maximum(tl.div_rn(tl.max(tl.abs(parts), 1), BOUND), TINY)
+                parts = quotient(parts, own[:, None], tl.float32, BOUND, IS_FP8, CONVERTS)
+                number = tl.reshape(parts * (own / scale)[:, None], (BLOCK,))
+                number = number.to(y_p.dtype.element_ty)
+            else:
+                number = quotient(x, scale, y_p.dtype.element_ty, BOUND, IS_FP8, CONVERTS)
             _store(y_p + at, width, number, at < width, row, places_p, COPIES)
 
 
@@ -165,33 +174,6 @@ def _round_blocks(
     _store(y_p + at, width, number, at < width, row, places_p, COPIES)
 
 
-@triton.jit
-def _round_relative(
-    x_p, y_p, scales_p, width, stride,
-    BLOCKS: tl.constexpr, TURNS: tl.constexpr, SIZE: tl.constexpr, BOUND: tl.constexpr,
-    CONVERTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    join_chain(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    within = tl.arange(0, BLOCKS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    peak = tl.zeros((BLOCKS,), tl.float32)
-    for turn in tl.static_range(TURNS):
-        at = within + turn * BLOCKS * SIZE
-        x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
-        peak = tl.maximum(peak, tl.max(tl.abs(x), 1))
-    largest = tl.maximum(tl.max(peak, 0) / BOUND, TINY)
-    tl.store(scales_p + row, largest)
-    for turn in tl.static_range(TURNS):
-        at = within + turn * BLOCKS * SIZE
-        x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
-        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), BOUND), TINY)
-        number = (
-            quotient(x, scale[:, None], tl.float32, BOUND, True, CONVERTS)
-            * (scale / largest)[:, None]
-        )
-        tl.store(y_p + row * width + at, number.to(y_p.dtype.element_ty), mask=at < width)
-
-
 @functools.cache
 def converts_fp8() -> bool:
     """Whether the card converts to fp8 (compute capability 8.9 and above)."""
@@ -209,17 +191,19 @@ def round_rows(
     order: Order | None = None,
     into: Order | None = None,
     by_words: bool = False,
+    by_block: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(numbers [T, K] in dtype, what each row is to be multiplied with [T]). `scale` [1] is fixed.
     `order`: that of the rows, of which those without a slot are left out; `into`: the one in which
     they come out, each as often as it has assignments, with nothing where nobody is. `by_words`:
-    of every sixteen inputs 0, 8, 1, 9, ... as the words of a slab of int4 have them."""
+    of every sixteen inputs 0, 8, 1, 9, ... as the words of a slab of int4 have them. `by_block`:
+    every 128 inputs are rounded by their own largest, and come out relative to the row's."""
     rows, width = x.shape
     held = rows if into is None else len(into.slots)
     y = torch.empty((held, width), dtype=dtype, device=x.device)
     scales = torch.empty((held,), dtype=torch.float32, device=x.device)
     if rows:
-        block = min(pad2(width), _MOST_AT_ONCE)
+        block = max(FP8_BLOCK, min(pad2(width), _MOST_AT_ONCE))
         # A warp for two thousand numbers, or all four or eight at a row's reduction.
         warps = max(1, block // 2048) if rows >= _MANY_ROWS else 8 if block > 1024 else 4
         _round_rows[(rows,)](
@@ -227,7 +211,8 @@ def round_rows(
             scales if order is None else order.experts, scales if order is None else order.slots,
             scales if into is None else into.places, _num_slots(order), width, x.stride(0),
             BLOCK=block,
-            TURNS=triton.cdiv(width, block), BOUND=FP8_BOUND if is_fp8 else INT8_BOUND,
+            TURNS=triton.cdiv(width, block), SIZE=FP8_BLOCK if by_block else 0,
+            BOUND=FP8_BOUND if is_fp8 else INT8_BOUND,
             IS_FP8=is_fp8, IS_STATIC=scale is not None, CONVERTS=converts_fp8(),
             EACH=_each(order, rows), COPIES=_copies(into, rows), BY_WORDS=by_words,
             **options(num_warps=warps),
@@ -277,20 +262,3 @@ def fp8_blocks(
             **options(num_warps=max(1, each // 16) if rows >= _MANY_ROWS else 4),
         )  # fmt: skip
     return y, scales.t()
-
-
-def round_blocks(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x in fp8 by token and 128 inputs: (numbers [T, K] in dtype, relative to the row's largest
-    block; what each row is to be multiplied with [T])."""
-    rows, width = x.shape
-    y = torch.empty((rows, width), dtype=dtype, device=x.device)
-    scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
-    if rows:
-        blocks = triton.cdiv(width, FP8_BLOCK)
-        each = min(pad2(blocks), _MOST_AT_ONCE // FP8_BLOCK)
-        _round_relative[(rows,)](
-            x, y, scales, width, x.stride(0), BLOCKS=each, TURNS=triton.cdiv(blocks, each),
-            SIZE=FP8_BLOCK, BOUND=FP8_BOUND, CONVERTS=converts_fp8(),
-            **options(num_warps=8 if each > 8 else 4),
-        )  # fmt: skip
-    return y, scales

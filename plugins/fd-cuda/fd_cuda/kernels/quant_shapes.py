@@ -129,8 +129,7 @@ class Grouped:
         return self.groups * 128 + 128
 
 
-Shape = Few | Tile
-Chosen = Shape | Persistent | Blocks | Grouped | None  # None: the library
+Chosen = Few | Tile | Persistent | Blocks | Grouped | None  # None: the library
 
 
 def slab_bytes(kind: int) -> int:
@@ -213,12 +212,9 @@ def boxes(shape: Persistent, kind: int, *, by_block: bool = False) -> tuple[int,
 
 def persistent(rows: int, kind: int, groups: int = 2, split: int = 1) -> Persistent:
     """With as many turns ahead, to eight, as there is shared memory for."""
+    shapes = (Persistent(rows, stages, groups, split) for stages in range(8, 2, -1))
     most = MOST_DYNAMIC if split == 1 else MOST_SHARED
-    for stages in range(8, 2, -1):
-        shape = Persistent(rows, stages, groups, split)
-        if persistent_shared(shape, kind) <= most:
-            return shape
-    raise ValueError(f"no three turns of {rows} rows find a place in {most} bytes")
+    return next(shape for shape in shapes if persistent_shared(shape, kind) <= most)
 
 
 def grouped_shared(shape: Grouped, kind: int, *, is_int8: bool) -> int:

@@ -30,8 +30,8 @@ from .quant_layout import (
     unpack_codes,
     unpack_slabs,
 )
-from .quant_round import FP8_BLOCK, Seen, fp8_blocks, round_blocks, round_rows
-from .quant_shapes import Chosen, Shape
+from .quant_round import FP8_BLOCK, Seen, fp8_blocks, round_rows
+from .quant_shapes import Chosen, Few, Tile
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight
@@ -99,10 +99,8 @@ class Weights:
         if not self.rounding:
             return x, None
         dtype = torch.float32 if x.dtype == torch.float32 else torch.float16
-        if self.rounding == "block":
-            return round_blocks(x, dtype)
-        is_fp8 = self.rounding == "fp8"
-        return round_rows(x, dtype, self.input_scale, is_fp8=is_fp8)
+        is_fp8, by_block = self.rounding != "int8", self.rounding == "block"
+        return round_rows(x, dtype, self.input_scale, is_fp8=is_fp8, by_block=by_block)
 
     def numbers(
         self,
@@ -141,7 +139,7 @@ class Weights:
         if shape is None:
             is_stored = lies_by_rows or self.slabs.in_features % 16 == 0
         else:
-            is_stored = lies_by_rows and not isinstance(shape, Shape)
+            is_stored = lies_by_rows and not isinstance(shape, Few | Tile)
         if not is_stored:
             return torch.float16
         return torch.int8 if self.rounding == "int8" else torch.float8_e4m3fn

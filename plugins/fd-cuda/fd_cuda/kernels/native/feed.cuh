@@ -85,6 +85,21 @@ __device__ __forceinline__ void show_to_copies() { asm volatile("fence.proxy.asy
 
 // END OF INSTRUCTIONS
 
+// What all lanes of a warp have alike, so that the compiler knows it and keeps what is made of it, such as the operands of wgmma,
+// in uniform registers.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
+// Barriers of a ring: of turns that are there, from `full` on, which so many say, then of those that all readers are done with.
+template <int stages>
+__device__ __forceinline__ void make_ring(u32 full, int feeders, int readers) {
+#pragma unroll
+  for (int s = 0; s < stages; s++) {
+    make_barrier(full + 8 * s, feeders);
+    make_barrier(full + 8 * (stages + s), readers);
+  }
+  publish_barriers();
+}
+
 // Of a ring of STAGES tiles: which one, and in which round.
 struct Place {
   int stage;

@@ -106,9 +106,6 @@ struct Ring {
   const unsigned char* tiles;
 };
 
-// What all lanes of a warp have alike, so that the compiler knows it.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
-
 // A tile, and of two rows of its block where they go, M and more: nowhere. A block without expert has no rows.
 struct Tile {
   int block, nth, expert, count, slot[ROWS / 32];
@@ -561,12 +558,7 @@ quant_grouped(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
   if (threadIdx.x == 0) {
     prefetch(x);
     prefetch(w);
-#pragma unroll
-    for (int s = 0; s < STAGES; s++) {
-      make_barrier(full + 8 * s, 1);
-      make_barrier(empty + 8 * s, MULTIPLIERS);
-    }
-    publish_barriers();
+    make_ring<STAGES>(full, 1, MULTIPLIERS);
   }
   __syncthreads();
   // The next kernel starts when this one knows the order, which it reads without waiting for this one.

@@ -134,12 +134,7 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
 #endif
   if (thread == 0) {
     prefetch(x);
-#pragma unroll
-    for (int s = 0; s < STAGES; s++) {
-      make_barrier(full + 8 * s, MEMBERS + 1);
-      make_barrier(empty + 8 * s, MULTIPLIERS);
-    }
-    publish_barriers();
+    make_ring<STAGES>(full, MEMBERS + 1, MULTIPLIERS);
   }
   __syncthreads();
 #if !GROUPED

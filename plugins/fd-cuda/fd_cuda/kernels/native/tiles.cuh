@@ -48,9 +48,6 @@ __device__ __forceinline__ int rows_of(const Problem& of, const Tile& tile) {
   return boxes * BOX;
 }
 
-// What all lanes of a warp have alike, so that the compiler knows it and keeps what is made of it, such as the operands of wgmma,
-// in uniform registers.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 __device__ __forceinline__ Tile uniform(const Tile& tile) {
   return {tile.block, tile.nth, GROUPED ? uniform(tile.expert) : 0};
 }
@@ -67,12 +64,7 @@ __device__ __forceinline__ Ring open_ring(const TensorMap& x, const TensorMap& w
   if (threadIdx.x == 0) {
     prefetch(x);
     prefetch(w);
-#pragma unroll
-    for (int s = 0; s < STAGES; s++) {
-      make_barrier(full + 8 * s, FEEDERS);
-      make_barrier(empty + 8 * s, MULTIPLIERS);
-    }
-    publish_barriers();
+    make_ring<STAGES>(full, FEEDERS, MULTIPLIERS);
   }
   __syncthreads();
   let_next_start();
