@@ -1,9 +1,10 @@
-"""What adapters add to products of many rows: prompts.
+"""What adapters add to products, by tiles of rows.
 
-Rows of a tile follow each other, mostly in one prompt, so it goes through few adapters: from the
-first of its rows' to the last. One launch computes A x. B times that is added while the product is
-in registers, or where a kernel reads what the library multiplied to apply the activation; else by a
-pass of its own. Sums are added in one order, so a row does not depend on the others.
+Rows of a tile follow each other, in prompts mostly in one, so it goes through few adapters: from
+the first of its rows' to the last. Of few rows, each may have another one, and a program takes one
+adapter. One launch computes A x. B times that is added while the product is in registers, or where
+a kernel reads what the library multiplied to apply the activation; else by a pass of its own. Sums
+are added in one order, so a row does not depend on the others.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ import triton.language as tl
 
 from . import many_rows
 from .common import batch_invariant, cdiv, join_chain, options, pad2
+from .norm import silu_and_mul
 
+_FEW = 256  # rows up to which a program takes one adapter
 _UNDERFILLED = 4096  # rows up to which tiles leave much of the GPU idle: programs get less to do
-_SPLITS = 4  # most parts of the inputs
+_SPLITS, _SPLITS_FEW = 4, 8  # most parts of the inputs
 _SHARE, _SHARE_UNDERFILLED = 1024, 256  # the least inputs of one
 # Programs that share out a tile's adapters: one tile has a step's decoded tokens, of all.
 _TURNS, _TURNS_UNDERFILLED = 4, 8
+_WIDE = 4096  # outputs from which a program of few rows computes 128 of them, not 64
 _GATED, _PLAIN = many_rows.Shape(64, 4, 3), many_rows.Shape(128, 8, 3)
 _ADD = many_rows.Shape(256, 8, 3)
 
@@ -136,17 +140,20 @@ def _added(
 def _finish(
     y_p, out_p, inner_p, b_p, slots_p, tiles_p, num_rows, y_stride,
     N: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
-    SPLITS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, GATED: tl.constexpr, TURNS: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y with what adapters add, in its place; GATED: silu(gate) * up of it, to out [T, N / 2].
-    Parts begin and end at multiples of EVEN; the compiler reads as many numbers at once."""
+    """y with what adapters add, of every so many one, in its place; GATED: silu(gate) * up of it,
+    to out [T, N / 2]. Parts begin and end at multiples of EVEN; the compiler reads as many numbers
+    at once."""
     tile = tl.program_id(1) * 3
     part, end = tl.load(tiles_p + tile), tl.multiple_of(tl.load(tiles_p + tile + 2), EVEN)
     columns = tl.multiple_of(tl.load(tiles_p + tile + 1), EVEN) + tl.arange(0, BN)
     rows = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     join_chain(PDL)
     slots = tl.load(slots_p + rows, mask=rows < num_rows, other=-1)
+    if TURNS > 1:
+        slots = tl.where(slots % TURNS == tl.program_id(2), slots, -1)
     if GATED or tl.max(slots, 0) >= 0:
         inside = columns < end
         mask = (rows < num_rows)[:, None] & inside[None, :]
@@ -227,23 +234,40 @@ def sums_of(
     """A x of each row's own adapter, for a [slots, parts * rank, K]."""
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, (_, ranks, depth) = x.shape[0], a.shape
-    padded = max(16, pad2(ranks))
-    # Numbers of A in shared memory; what is multiplied in float32 takes twice the room.
-    held = 16384 if x.dtype == torch.bfloat16 else 8192
-    rows, columns = 64 if ranks <= 64 else 16, max(16, min(64, pad2(depth), held // padded))
-    is_underfilled = num_rows <= _UNDERFILLED
-    least = _SHARE_UNDERFILLED if is_underfilled and not batch_invariant() else _SHARE
-    splits = max(1, min(_SPLITS, depth // least))
-    share = cdiv(cdiv(depth, splits), columns) * columns
-    splits = cdiv(depth, share)
+    padded, is_few = max(16, pad2(ranks)), _is_few(num_rows)
+    splits, share, columns = splits_of(x, ranks)
+    rows = 64 if ranks <= 64 and not is_few else 16
     inner = torch.empty((splits, num_rows, ranks), dtype=torch.float32, device=x.device)
-    turns = min(_TURNS_UNDERFILLED if is_underfilled else _TURNS, a.shape[0])
+    turns = a.shape[0]
+    if not is_few:
+        turns = min(turns, _TURNS_UNDERFILLED if num_rows <= _UNDERFILLED else _TURNS)
     _sums[(turns, cdiv(num_rows, rows), splits)](
         x, a, inner, slots, num_rows, x.stride(0), K=depth, RANKS=ranks, PADDED=padded, SHARE=share,
         TURNS=turns, BM=rows, BK=columns,
-        **options(num_warps=4, num_stages=4 if padded <= 128 else 3),
+        **options(num_warps=4, num_stages=2 if is_few else 4 if padded <= 128 else 3),
     )  # fmt: skip
     return Sums(inner, b, ends, slots)
+
+
+def splits_of(x: torch.Tensor, ranks: int) -> tuple[int, int, int]:
+    """Parts of the inputs that sums_of makes, inputs of one, and those that are read at a time."""
+    num_rows, depth = x.shape
+    # Numbers of A in shared memory; what is multiplied in float32 takes twice the room.
+    held = 16384 if x.dtype == torch.bfloat16 else 8192
+    is_few = _is_few(num_rows)
+    fitting = min(256 if is_few else 64, held // max(16, pad2(ranks)))
+    columns, most, least = max(16, min(fitting, pad2(depth))), _SPLITS, _SHARE
+    if is_few:
+        most, least = _SPLITS_FEW, columns
+    elif num_rows <= _UNDERFILLED and not batch_invariant():
+        least = _SHARE_UNDERFILLED
+    splits = max(1, min(most, depth // least))
+    share = cdiv(cdiv(depth, splits), columns) * columns
+    return cdiv(depth, share), share, columns
+
+
+def _is_few(num_rows: int) -> bool:
+    return num_rows <= _FEW and not batch_invariant()
 
 
 def product(
@@ -277,15 +301,19 @@ def finish(y: torch.Tensor, sums: Sums, *, is_gated: bool) -> torch.Tensor:
     """y [T, N], a product without adapters, with what they add, in its memory; is_gated: silu(gate)
     * up of it."""
     num_rows, width = y.shape
+    num_slots, _, rank = sums.b.shape
+    is_few = _is_few(num_rows)
+    if is_few and is_gated:  # a program that has all of a row's adapters goes through many
+        return silu_and_mul(finish(y, sums, is_gated=False))
     out = y
     if is_gated:
         out = torch.empty((num_rows, width // 2), dtype=y.dtype, device=y.device)
-    rows, columns = 32 if is_gated else 64, 64
-    rows = rows if sums.b.shape[2] <= 64 else 16
+    rows = 16 if is_few or rank > 64 else 32 if is_gated else 64
+    columns, turns = 128 if is_few and width >= _WIDE else 64, num_slots if is_few else 1
     tiles, num_tiles = tiles_of(_ends(sums, is_gated=is_gated), columns, y.device)
-    _finish[(cdiv(num_rows, rows), num_tiles)](
+    _finish[(cdiv(num_rows, rows), num_tiles, turns)](
         y, out, sums.inner, sums.b, sums.slots, tiles, num_rows, y.stride(0), **_sizes(sums),
-        GATED=is_gated, BM=rows, BN=columns, **options(num_warps=4),
+        GATED=is_gated, TURNS=turns, BM=rows, BN=columns, **options(num_warps=4),
     )  # fmt: skip
     return out
 
