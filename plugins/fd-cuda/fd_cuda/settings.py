@@ -14,21 +14,10 @@ VARIABLES: dict[str, tuple[tuple[str, ...], str, str]] = {
         "0",
         "float32 products use the tensor cores' short mantissa: faster, not exact",
     ),
-    "FD_CUDA_ALLOCATOR": (
-        ("expandable", "default"),
-        "expandable",
-        "torch's caching allocator: growing segments (little fragmentation), "
-        "or torch's own default",
-    ),
     "FD_CUDA_ALL_REDUCE": (
         ("auto", "nccl"),
         "auto",
         "small sums over NVLink by one kernel where the GPUs reach each other, or NCCL for all",
-    ),
-    "FD_CUDA_PDL": (
-        ("0", "1"),
-        "1",
-        "kernels start while the one before still runs (programmatic dependent launch)",
     ),
     "FD_CUDA_NATIVE": (
         ("0", "1"),

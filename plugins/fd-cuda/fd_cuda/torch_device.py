@@ -292,9 +292,8 @@ def _check(index: int) -> None:
 
 def _configure_allocator() -> None:
     """Growing segments, unless the operator chose; only before torch's first allocation."""
-    if setting("FD_CUDA_ALLOCATOR") == "default" or torch.cuda.is_initialized():
-        return
-    if not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
+    is_chosen = any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES)
+    if not is_chosen and not torch.cuda.is_initialized():
         configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         configure = configure or torch.cuda.memory._set_allocator_settings  # before torch 2.9
         configure("expandable_segments:True")
