@@ -212,14 +212,12 @@ def _specialization(
         more = {"K": product.depth, "TILES": -(-num_rows // 8), "WARPS": plan.warps}
         return "gemv", {**defines, **more, "NORM": int(product.has_norm), "AHEAD": _AHEAD}
     share = -(-product.depth // 64 // plan.split)
-    outputs = product.width // 2 if product.epilogue == "gated" else product.width
     sizes = {
         "BM": plan.rows,
         "BN": plan.columns,
         "STAGES": plan.stages,
         "SPLIT": plan.split,
         "RESIDENT": int(share <= plan.stages),
-        "EVEN": int(outputs % 4 == 0),
         "DEFERRING": int(plan.is_deferring),
     }
     more = {} if adapters is None else adapted.defines(adapters)

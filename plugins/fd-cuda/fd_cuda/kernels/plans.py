@@ -100,7 +100,7 @@ def fits(plan: Plan, product: Product, num_rows: int) -> bool:
         if product.has_norm and product.dtype == "float16":
             return False  # x times the norm's weight may not fit before it is divided
         return num_rows <= 16 and product.depth % (32 * plan.warps) == 0
-    return native.has_wgmma()
+    return product.width % 8 == 0 and native.has_wgmma()
 
 
 def rule(product: Product, num_rows: int) -> Plan:
