@@ -24,11 +24,6 @@ VARIABLES: dict[str, tuple[tuple[str, ...], str, str]] = {
         "1",
         "CUDA C++ kernels, compiled by NVRTC at first use and kept; 0: Triton and cuBLAS alone",
     ),
-    "FD_CUDA_TUNE": (
-        ("0", "1"),
-        "1",
-        "products of shapes that no table has are measured at first use; 0: a rule chooses kernels",
-    ),
     "FD_SAMPLING_CLASS": (
         ("base", "base_non_truncated", "air", "rejection"),
         "base",

@@ -20,7 +20,7 @@ from .adapted import Adapters
 from .common import batch_invariant
 from .matmul import matmul
 from .norm import rms_norm, silu_and_mul
-from .plans import LIBRARY, ROWS, WIDEST, Plan, Product, choose, foreseen, shared_bytes
+from .plans import LIBRARY, ROWS, WIDEST, Plan, Product, choose, shared_bytes
 from .sampling import greedy_of
 
 _EPILOGUES = {
@@ -171,8 +171,9 @@ def _plan(epilogue: str, x: torch.Tensor, weight: torch.Tensor, *, has_norm: boo
     """What computes it."""
     if not _is_readable(epilogue, x, weight):
         return LIBRARY
-    _prepare_all(epilogue, has_norm, weight.shape, x.dtype)
-    return choose(epilogue, has_norm, weight.shape, x.dtype, x.shape[0])
+    product = _product(epilogue, x, weight, has_norm=has_norm)
+    _prepare_all(product)
+    return choose(product, x.shape[0])
 
 
 def _is_readable(epilogue: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -189,12 +190,11 @@ def _is_readable(epilogue: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _prepare_all(epilogue: str, has_norm: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _prepare_all(product: Product) -> None:
     """A product is met for the first time: other numbers of rows will follow, whose kernels are
     compiled meanwhile, on all processors."""
-    width, depth = shape
-    product = Product(epilogue, has_norm, width, depth, str(dtype).removeprefix("torch."))
-    for rows, plan in foreseen(product).items():
+    for rows in ROWS:
+        plan = choose(product, rows)
         if plan.kind != "library":
             name, defines = _specialization(plan, product, rows)
             native.compile_ahead(name, defines)
