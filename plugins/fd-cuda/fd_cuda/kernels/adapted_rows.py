@@ -25,7 +25,7 @@ from .routing import order_by_expert
 
 _FEW = 256  # rows up to which a program takes one adapter
 _UNDERFILLED = 4096  # rows up to which tiles leave much of the GPU idle: programs get less to do
-_SPLITS, _SPLITS_FEW = 4, 8  # most parts of the inputs
+_SPLITS, _SPLITS_FEW = 4, 12  # most parts of the inputs
 _SHARE, _SHARE_UNDERFILLED = 1024, 256  # the least inputs of one
 # Programs that share out a tile's adapters: one tile has a step's decoded tokens, of all.
 _TURNS, _TURNS_UNDERFILLED = 4, 8
@@ -83,12 +83,11 @@ def _sums(
     if last >= 0:
         first = tl.min(tl.where(slots < 0, last, slots), 0) + tl.program_id(0)
         ranks = tl.arange(0, PADDED)
-        place = (split.to(tl.int64) * num_rows + rows)[:, None] * RANKS + ranks[None, :]
         a_rows = a_p + first.to(tl.int64) * EACH + expert * (RANKS * K) + ranks[:, None] * K
+        inner = tl.zeros((BM, PADDED), dtype=tl.float32)
         for slot in range(first, last + 1, TURNS):
             mine = slots == slot
             if tl.max(mine.to(tl.int32), 0) > 0:
-                inner = tl.zeros((BM, PADDED), dtype=tl.float32)
                 for start in range(0, SHARE, BK):
                     inputs = split * SHARE + start + tl.arange(0, BK)
                     inside = (inputs < K)[None, :]
@@ -100,9 +99,10 @@ def _sums(
                         a_rows + inputs[None, :], mask=(ranks < RANKS)[:, None] & inside, other=0.0
                     )
                     inner = tl.dot(x, tl.trans(a), inner, input_precision="ieee")
-                mask = mine[:, None] & (ranks < RANKS)[None, :]
-                tl.store(inner_p + place, inner, mask=mask)
             a_rows += TURNS * EACH
+        own = (slots >= first) & ((slots - first) % TURNS == 0)
+        place = (split.to(tl.int64) * num_rows + rows)[:, None] * RANKS + ranks[None, :]
+        tl.store(inner_p + place, inner, mask=own[:, None] & (ranks < RANKS)[None, :])
 
 
 @triton.jit

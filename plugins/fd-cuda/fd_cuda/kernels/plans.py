@@ -92,7 +92,8 @@ def tiles_of(product: Product, num_rows: int) -> Plan:
     rows, columns, places = 64, 64, processors
     if num_rows > _FEW:
         rows, columns = 128, 32
-        if _cut(product, num_rows, rows, columns, places)[0] > places:
+        blocks, _ = _cut(product, num_rows, rows, columns, places)
+        if blocks > places or 2 * blocks <= places:  # clusters of four may fill more
             columns = 64
     else:
         filled = {}
@@ -110,7 +111,7 @@ def tiles_of(product: Product, num_rows: int) -> Plan:
     stages = next(
         (
             stages
-            for stages in (wanted, 8, 6, 4)
+            for stages in (wanted, 8, 4)
             if stages <= wanted and shared_bytes(rows, columns, stages, split) <= room
         ),
         3,
