@@ -63,13 +63,21 @@ def adapted_product(
 ) -> torch.Tensor:
     """A plain product of x, or of rms_norm(x), with what adapters add to it: "plain"; "add", on top
     of the residual, which may be overwritten; or "gated", silu(gate) * up."""
-    y = _of_few(epilogue, x, norm_weight, eps, weight, bias, residual, a, b, ends, slots)
-    if y is not None:
-        return y
-    x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
-    sums, is_gated = sums_of(x, a, b, tuple(ends), slots), epilogue == "gated"
+    (num_slots, ranks, depth), rank, has_norm = a.shape, b.shape[2], norm_weight is not None
     if residual is not None and not residual.is_contiguous():
         residual = residual.contiguous()
+    splits = splits_of_rows(x.shape[0], ranks, rank, depth)
+    shape = Shape(num_slots, rank, tuple(ends), splits or splits_of(x, ranks)[0])
+    plan = linear.plan_with_adapters(epilogue, x, weight, shape, has_norm=has_norm)
+    if plan is not None and splits:
+        x, inner = row_sums(x, norm_weight, eps, a, rank, slots, splits)
+        adapters = Adapters(b, shape.ends, slots, inner)
+        return linear.compute(plan, epilogue, x, None, 0.0, weight, bias, residual, adapters)
+    x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
+    sums, is_gated = sums_of(x, a, b, shape.ends, slots), epilogue == "gated"
+    if plan is not None:
+        adapters = Adapters(b, shape.ends, slots, sums.inner)
+        return linear.compute(plan, epilogue, x, None, 0.0, weight, bias, residual, adapters)
     deepest = linear.SHALLOW if residual is None else _DEEPEST
     if bias is None and linear.is_fused(x, weight, deepest):
         return product(x, weight, residual, sums, is_gated=is_gated)
@@ -138,35 +146,3 @@ def deferred_norm(
     """rms_norm(total), and total as of deferred_product."""
     normed, _, total = deferred_sums(x, deferred, norm_weight, eps, None, slots)
     return normed, total
-
-
-def _of_few(
-    epilogue: str,
-    x: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    ends: Sequence[int],
-    slots: torch.Tensor,
-) -> torch.Tensor | None:
-    """adapted_product where native/gemm.cu computes it: A x, then all else in one launch."""
-    num_rows, (num_slots, ranks, depth), rank = x.shape[0], a.shape, b.shape[2]
-    has_norm = norm_weight is not None
-    splits = splits_of_rows(num_rows, ranks, rank, depth)
-    shape = Shape(num_slots, rank, tuple(ends), splits or splits_of(x, ranks)[0])
-    plan = linear.plan_with_adapters(epilogue, x, weight, shape, has_norm=has_norm)
-    if plan is None:
-        return None
-    if splits:
-        x, inner = row_sums(x, norm_weight, eps, a, rank, slots, splits)
-    else:
-        x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
-        inner = sums_of(x, a, b, shape.ends, slots).inner
-    if residual is not None and not residual.is_contiguous():
-        residual = residual.contiguous()
-    adapters = Adapters(b, shape.ends, slots, inner)
-    return linear.compute(plan, epilogue, x, None, 0.0, weight, bias, residual, adapters)
