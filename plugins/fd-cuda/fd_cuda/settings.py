@@ -9,11 +9,6 @@ from fastdeploy_core.errors import ConfigError
 
 # name: (possible values, default, effect)
 VARIABLES: dict[str, tuple[tuple[str, ...], str, str]] = {
-    "FD_CUDA_TF32": (
-        ("0", "1"),
-        "0",
-        "float32 products use the tensor cores' short mantissa: faster, not exact",
-    ),
     "FD_CUDA_ALL_REDUCE": (
         ("auto", "nccl"),
         "auto",

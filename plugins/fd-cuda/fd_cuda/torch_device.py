@@ -58,10 +58,9 @@ class TorchCudaDevice(CudaDevice):
                 "shows who uses it and its errors, dmesg lines with Xid"
             ) from error
         self._bind()
-        fast = setting("FD_CUDA_TF32") == "1"
         setting("FD_SAMPLING_CLASS")  # every method is the same here; an unknown name is refused
-        torch.set_float32_matmul_precision("high" if fast else "highest")
-        torch.backends.cudnn.allow_tf32 = fast
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
         torch.cuda.manual_seed(options.seed)
         if options.num_threads:
             torch.set_num_threads(options.num_threads)
