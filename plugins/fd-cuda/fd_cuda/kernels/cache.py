@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from fd_cuda.attention.common import load_rotated
-
 from .common import cdiv, join_chain, options, pad2
 
 
@@ -26,15 +24,28 @@ def _rotate(
         x_p, y_p, stride0, stride1, num_heads = k_p, k_y_p, k_stride0, k_stride1, num_k_heads
         part -= programs
     heads = part * HEADS + tl.arange(0, HEADS)
-    inside = heads < num_heads
-    position = tl.load(positions_p + token + heads * 0)
-    y = load_rotated(
-        x_p + token * stride0, heads * stride1, inside, position, cos_sin_p, None, 0.0,
-        WIDTH, BLOCK, ROTARY, INTERLEAVED, False,
-    )  # fmt: skip
     dims = tl.arange(0, BLOCK)
+    half: tl.constexpr = ROTARY // 2
+    if INTERLEAVED:
+        is_first = dims % 2 == 0
+        partner = tl.where(is_first, dims + 1, dims - 1)
+        frequency = dims // 2
+    else:
+        is_first = dims < half
+        partner = tl.where(is_first, dims + half, dims - half)
+        frequency = tl.where(is_first, dims, dims - half)
+    turns = dims < ROTARY
+    angle = cos_sin_p + tl.load(positions_p + token) * ROTARY + frequency
+    cos = tl.load(angle, mask=turns, other=1.0)
+    sin = tl.load(angle + half, mask=turns, other=0.0)
+    sin = tl.where(is_first, -sin, sin)
+    start = x_p + token * stride0 + heads[:, None] * stride1
+    mask = (heads < num_heads)[:, None] & (dims < WIDTH)[None, :]
+    x = tl.load(start + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(start + partner[None, :], mask=mask & turns[None, :], other=0.0)
+    y = x * cos[None, :] + other.to(tl.float32) * sin[None, :]
     place = y_p + (token * num_heads + heads[:, None]) * WIDTH + dims[None, :]
-    tl.store(place, y, mask=inside[:, None] & (dims < WIDTH)[None, :])
+    tl.store(place, y.to(y_p.dtype.element_ty), mask=mask)
 
 
 @triton.jit
