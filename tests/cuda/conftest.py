@@ -1,14 +1,10 @@
-"""Settings of the tests on a GPU: kernels are chosen by rule, since shapes of tests are not worth
-measuring; and a test has the time that it takes to compile its kernels beside other processes."""
+"""A test on a GPU has the time that it takes to compile its kernels beside other processes."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-
-os.environ.setdefault("FD_CUDA_TUNE", "0")
 
 COMPILING_S = 600
 

@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.device("cuda"), pytest.mark.slow]
 OPTIONS = ("--device", "cuda", "--dtype", "float32", "--max-model-len", "512")
 ROOM = ("--max-num-seqs", "8", "--max-num-batched-tokens", "96", "--num-gpu-blocks-override", "64")
 SHARED = ("--data-parallel-size", "2", "--enable-expert-parallel")
-QUICK = {"FD_CUDA_TUNE": "0"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,7 +30,7 @@ def _two_gpus() -> None:
 @pytest.fixture(scope="module")
 def alone() -> Iterator[list[list[int]]]:
     """What one GPU answers, to one request after the other."""
-    with serving(DEMO, *OPTIONS, *ROOM, extra=QUICK) as one:
+    with serving(DEMO, *OPTIONS, *ROOM) as one:
         yield [ask(one, *request) for request in REQUESTS]
 
 
@@ -47,7 +46,7 @@ def alone() -> Iterator[list[list[int]]]:
     ids=lambda more: "-".join(word.strip("-") for word in more if word[:2] == "--") or "captured",
 )
 def test_tokens_are_those_of_one_gpu(more: tuple[str, ...], alone: list[list[int]]) -> None:
-    with serving(DEMO, *OPTIONS, *ROOM, *SHARED, *more, extra=QUICK) as server:
+    with serving(DEMO, *OPTIONS, *ROOM, *SHARED, *more) as server:
         # One request at a time: the other engine has nothing of its own.
         assert [ask(server, *request) for request in REQUESTS[:4]] == alone[:4]
         for _ in range(3):

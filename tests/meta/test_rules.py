@@ -206,7 +206,6 @@ MAY_WAIT = {
         "fd-cuda/fd_cuda/torch_device",
         "fd-cuda/fd_cuda/communicator",
         "fd-cuda/fd_cuda/peer_memory",
-        "fd-cuda/fd_cuda/kernels/tune",
         "fd-cpu/python/fd_cpu/formats",
         "fd-quant-wint2/src/fd_quant_wint2/code",
     )

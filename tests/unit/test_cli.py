@@ -165,7 +165,7 @@ def test_the_level_of_the_log_is_that_of_all_processes(
 def test_a_misspelt_variable_is_named_with_the_one_that_is_meant(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("FD_API_KEYS", "FD_TP1_SERVICE_PORT", "FD_CUDA_TUNE"):  # the last two are others'
+    for name in ("FD_API_KEYS", "FD_TP1_SERVICE_PORT", "FD_CUDA_NATIVE"):  # two are others'
         monkeypatch.setenv(name, "1")
     assert main(["serve", "/nowhere"]) == 2
     warned = [line for line in capsys.readouterr().err.splitlines() if "no effect" in line]

@@ -17,10 +17,10 @@ from functools import partial
 
 import torch
 from fastdeploy_core.contracts.moe import RoutingSpec
+from timing import time_s
 
 from fd_cuda.kernels import experts, filtering, linear, routing, sampling
 from fd_cuda.kernels.plans import LIBRARY, Product, choose
-from fd_cuda.kernels.tune import time_s
 
 ROWS = (1, 8, 16, 64, 256)
 EPS = 1e-5
@@ -118,7 +118,7 @@ def products(names: list[str], rate: float) -> None:
             product = Product(kind, has_norm, width, depth, "bfloat16")
             cells = []
             for rows in ROWS:
-                plan = choose(kind, has_norm, (width, depth), DTYPE, rows)
+                plan = choose(product, rows)
                 shape = (kind, has_norm, width, depth, rows)
                 floor = (width * depth + rows * (width + depth)) * 2 / rate * 1e6
                 library, ours = time_product(LIBRARY, *shape), time_product(plan, *shape)

@@ -31,12 +31,12 @@ import torch
 import torch.nn.functional as F
 from fastdeploy_core.contracts.kv_formats import KV_FORMATS
 from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
+from timing import time_s
 
 from fd_cuda.kernels import experts, quant_experts, quant_linear, quant_trellis, quant_weights
 from fd_cuda.kernels.quant_native import unpack
 from fd_cuda.kernels.quant_weights import Weights
 from fd_cuda.kernels.trellis_native import Trellis, decoded, rotate, rotated
-from fd_cuda.kernels.tune import time_s
 
 BYTES_S, FLOPS_S, FLOPS_8BIT_S = 4.30e12, 790e12, 1580e12
 DENSE = ("8192x8192", "8192x3584", "6144x1024", "1024x3072")

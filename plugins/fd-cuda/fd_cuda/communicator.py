@@ -7,10 +7,7 @@ groups. All calls are queued on the current stream and can be captured. NCCL's o
 
 from __future__ import annotations
 
-import json
 import logging
-import statistics
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -38,7 +35,7 @@ logger = logging.getLogger(__name__)
 _JOIN_LIMIT: Final = timedelta(seconds=300)  # ranks start at their own pace
 _CALL_LIMIT: Final = timedelta(seconds=120)
 _ONE_SHOT_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
-_TRIED_BYTES: Final = tuple(1 << n for n in range(12, 21))  # 4 KiB to 1 MiB
+_PAYING_BYTES: Final = 512 << 10  # that the kernel reads of all ranks
 
 
 class CudaCommunicator:
@@ -188,8 +185,7 @@ class CudaCommunicator:
     # -- small sums -------------------------------------------------------------------------------
 
     def _open_one_shot(self, store: dist.Store) -> None:
-        """Use peer memory if every GPU reaches every other one, up to the size at which it is
-        faster."""
+        """Use peer memory if every GPU reaches every other one."""
         reason = ""
         if setting("FD_CUDA_ALL_REDUCE") == "nccl":
             reason = "FD_CUDA_ALL_REDUCE is nccl"
@@ -212,45 +208,13 @@ class CudaCommunicator:
                 self._one_shot = None
             logger.info("sums over ranks: NCCL for all sizes (%s)", why_not)
             return
-        if self.rank == 0:
-            store.set("bytes", json.dumps(self._measure()))
-        else:
-            self._measure()
-        self.one_shot_bytes = int(json.loads(store.get("bytes")))
+        # Every rank reads all parts, so the more ranks there are, the sooner the kernel stops
+        # paying: between 256 and 512 KiB on two H200.
+        self.one_shot_bytes = _PAYING_BYTES // self.world_size
         logger.info(
             "sums over ranks: one kernel over peer memory up to %d KiB, NCCL above",
             self.one_shot_bytes >> 10,
         )
-
-    def _measure(self) -> int:
-        """The largest size up to which the kernel is faster; all ranks run the same."""
-        best = 0
-        for num_bytes in _TRIED_BYTES:
-            x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=self._device.device)
-            times = [self._time(x, call) for call in (self._one_shot.all_reduce, self._nccl_sum)]
-            logger.debug("sum of %d bytes: one kernel %.1f us, NCCL %.1f us", num_bytes, *times)
-            if times[0] < times[1]:
-                best = num_bytes
-        return best
-
-    def _time(self, x: Tensor, call: Callable[[Tensor], Tensor], calls: int = 10) -> float:
-        """Median microseconds of a call within a graph."""
-        call(x)
-
-        def run() -> None:
-            for _ in range(calls):
-                call(x)
-
-        graph = self._device.capture(run)
-        times: list[float] = []
-        for _ in range(5):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            wait(self._device.record_event())
-            times.append(begin.elapsed_time(end) * 1e3 / calls)
-        return statistics.median(times)
 
 
 def _options(options: Any) -> Any:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import Store
 
-MAX_BYTES: Final = 1 << 20
+MAX_BYTES: Final = 256 << 10
 BLOCKS: Final = 16  # always the same number, so that all blocks of all ranks count the same calls
 _TILE: Final = 2048
 _WORDS: Final = 64  # flags of one block, in words: 256 bytes apart

@@ -9,36 +9,15 @@ from fastdeploy_core.errors import ConfigError
 
 # name: (possible values, default, effect)
 VARIABLES: dict[str, tuple[tuple[str, ...], str, str]] = {
-    "FD_CUDA_TF32": (
-        ("0", "1"),
-        "0",
-        "float32 products use the tensor cores' short mantissa: faster, not exact",
-    ),
-    "FD_CUDA_ALLOCATOR": (
-        ("expandable", "default"),
-        "expandable",
-        "torch's caching allocator: growing segments (little fragmentation), "
-        "or torch's own default",
-    ),
     "FD_CUDA_ALL_REDUCE": (
         ("auto", "nccl"),
         "auto",
         "small sums over NVLink by one kernel where the GPUs reach each other, or NCCL for all",
     ),
-    "FD_CUDA_PDL": (
-        ("0", "1"),
-        "1",
-        "kernels start while the one before still runs (programmatic dependent launch)",
-    ),
     "FD_CUDA_NATIVE": (
         ("0", "1"),
         "1",
         "CUDA C++ kernels, compiled by NVRTC at first use and kept; 0: Triton and cuBLAS alone",
-    ),
-    "FD_CUDA_TUNE": (
-        ("0", "1"),
-        "1",
-        "products of shapes that no table has are measured at first use; 0: a rule chooses kernels",
     ),
     "FD_SAMPLING_CLASS": (
         ("base", "base_non_truncated", "air", "rejection"),

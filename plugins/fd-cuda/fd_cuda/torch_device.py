@@ -58,10 +58,9 @@ class TorchCudaDevice(CudaDevice):
                 "shows who uses it and its errors, dmesg lines with Xid"
             ) from error
         self._bind()
-        fast = setting("FD_CUDA_TF32") == "1"
         setting("FD_SAMPLING_CLASS")  # every method is the same here; an unknown name is refused
-        torch.set_float32_matmul_precision("high" if fast else "highest")
-        torch.backends.cudnn.allow_tf32 = fast
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
         torch.cuda.manual_seed(options.seed)
         if options.num_threads:
             torch.set_num_threads(options.num_threads)
@@ -292,9 +291,8 @@ def _check(index: int) -> None:
 
 def _configure_allocator() -> None:
     """Growing segments, unless the operator chose; only before torch's first allocation."""
-    if setting("FD_CUDA_ALLOCATOR") == "default" or torch.cuda.is_initialized():
-        return
-    if not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
+    is_chosen = any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES)
+    if not is_chosen and not torch.cuda.is_initialized():
         configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         configure = configure or torch.cuda.memory._set_allocator_settings  # before torch 2.9
         configure("expandable_segments:True")

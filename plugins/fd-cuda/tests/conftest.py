@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-os.environ.setdefault("FD_CUDA_TUNE", "0")  # shapes of tests are not worth measuring
-
 pytest_plugins = ["fastdeploy_testing.pytest_plugin"]
 
 

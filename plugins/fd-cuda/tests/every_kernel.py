@@ -13,14 +13,11 @@ lines name what was launched.
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-
-os.environ.setdefault("FD_CUDA_TUNE", "0")
 
 import torch
 from attention_steps import MIXED, Step, gqa, mla

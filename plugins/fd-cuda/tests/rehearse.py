@@ -47,8 +47,6 @@ def main() -> int:
         del x  # whose memory is likely to be given out next
         is_zero = not out.any() and not any(empty.any() for empty in allocated())
         assert rehearsal.is_on()
-        with rehearsal.suspended():
-            assert not rehearsal.is_on()
     assert JITFunction.run is run and not rehearsal.is_on()
     inside = len(threads)
 

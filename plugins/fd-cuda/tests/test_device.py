@@ -159,9 +159,9 @@ def test_without_triton_the_plugin_says_what_to_install(monkeypatch: pytest.Monk
 
 
 def test_unknown_settings_name_the_possible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FD_CUDA_TF32", "maybe")
-    with pytest.raises(ConfigError, match=r"FD_CUDA_TF32.*maybe.*possible: 0, 1"):
-        setting("FD_CUDA_TF32")
+    monkeypatch.setenv("FD_CUDA_NATIVE", "maybe")
+    with pytest.raises(ConfigError, match=r"FD_CUDA_NATIVE.*maybe.*possible: 0, 1"):
+        setting("FD_CUDA_NATIVE")
 
 
 def question(**changes: Any) -> AttentionQuestion:

@@ -3,15 +3,13 @@ machine."""
 
 from __future__ import annotations
 
-import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastdeploy_core.errors import ResourceError
 
-from fd_cuda.kernels import native, plans
+from fd_cuda.kernels import native
 from fd_cuda.peer_memory import PeerMemory
 
 
@@ -45,29 +43,6 @@ class Compiler:
     def nvrtcGetCUBIN(self, program: object, buffer: object) -> int:
         buffer[: len(self._code)] = self._code  # type: ignore[index]
         return 0
-
-
-def test_ranks_that_measure_at_once_all_add_to_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "products.json"
-    monkeypatch.setattr(plans, "table_path", lambda: path)
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda n: plans._keep(f"product{n}", {"1": "library"}), range(64)))
-    assert len(json.loads(path.read_text())) == 64
-
-
-def test_tables_of_another_torch_or_of_other_kernels_are_not_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(plans, "card", lambda: "a-gpu")
-    found = {plans.table_path()}
-    with monkeypatch.context() as other:
-        other.setattr(plans.torch, "__version__", "1.0")
-        found.add(plans.table_path())
-    monkeypatch.setattr(plans.native, "source_of", lambda name: f"// {name}")
-    found.add(plans.table_path())
-    assert len(found) == 3
 
 
 class Driver:

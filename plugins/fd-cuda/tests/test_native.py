@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from fd_cuda.kernels import linear
-from fd_cuda.kernels.plans import LIBRARY, Plan, Product, candidates, fits, read, rule
+from fd_cuda.kernels.plans import LIBRARY, Plan, Product, fits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -120,16 +119,6 @@ def test_a_row_does_not_depend_on_the_others(epilogue: str) -> None:
         for rows in (1, 5, 9):
             alone = linear.compute(plan, epilogue, x[:rows], norm, 1e-5, weight, None, None)
             assert torch.equal(crowd[:rows], alone), f"{plan}, {rows} of {most} rows"
-
-
-def test_plans_are_read_as_they_are_written() -> None:
-    product = Product("plain", True, 4096, 4096, "bfloat16")
-    for rows in (1, 16, 64, 256):
-        for plan in (*candidates(product, rows), rule(product, rows)):
-            again = read(str(plan))
-            if plan.kind == "gemv":
-                again = dataclasses.replace(again, rows=plan.rows, columns=plan.columns)
-            assert again == plan, str(plan)
 
 
 def test_replay_of_a_graph_equals_the_eager_run() -> None:

@@ -66,21 +66,11 @@ def _product(
     num_rows = int(x.shape[0])
     y = t.new((num_rows, weight.rows), dtype or x.dtype)
     if num_rows:
-        t.reads(x, residual)
-        t.keep(x, weight, bias, norm_weight, residual, y)
-        t.native.linear(
-            weight.native,
-            address(x),
-            t.code(x),
-            num_rows,
-            int(x.stride()[0]),
-            address(norm_weight),
-            eps,
-            address(bias),
-            address(residual),
-            address(y),
-            t.code(y),
-            weight.rows,
+        t.call(
+            t.native.linear,
+            *(weight, x, t.code(x), num_rows, int(x.stride()[0]), norm_weight, eps),
+            *(bias, residual, y, t.code(y), weight.rows),
+            reads=(x, residual),
         )
     return y
 
@@ -127,11 +117,10 @@ def greedy_linear(x: Tensor, weight: Packed, bias: Tensor | None) -> tuple[Tenso
     ids, peaks = t.new((num_rows,), t.xp.int64), t.new((num_rows,), t.xp.float32)
     bias = None if bias is None else bias.float()
     if num_rows:
-        t.reads(x)
-        t.keep(x, weight, bias, ids, peaks)
-        t.native.greedy_linear(
-            *(weight.native, address(x), t.code(x), num_rows, int(x.stride()[0])),
-            *(address(bias), address(ids), address(peaks)),
+        t.call(
+            t.native.greedy_linear,
+            *(weight, x, t.code(x), num_rows, int(x.stride()[0]), bias, ids, peaks),
+            reads=(x,),
         )
     return ids, peaks
 
@@ -160,11 +149,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y, width = t.new(tuple(x.shape), x.dtype), int(x.shape[-1])
     num_rows = t.xp.size(x) // width
     if num_rows:
-        t.reads(x)
-        t.keep(x, weight, y)
-        t.native.add_norm(
-            address(x), 0, 0, address(weight), eps, address(y), t.code(x), num_rows, width
-        )
+        sizes = (t.code(x), num_rows, width)
+        t.call(t.native.add_norm, x, None, None, weight, eps, y, *sizes, reads=(x,))
     return y
 
 
@@ -175,18 +161,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     residual = residual.contiguous()
     y, (num_rows, width) = t.new(tuple(x.shape), x.dtype), map(int, x.shape)
     if num_rows:
-        t.reads(update, residual)
-        t.keep(update, residual, total, weight, y)
-        t.native.add_norm(
-            address(residual),
-            address(update),
-            address(total),
-            address(weight),
-            eps,
-            address(y),
-            t.code(x),
-            num_rows,
-            width,
+        t.call(
+            t.native.add_norm,
+            *(residual, update, total, weight, eps, y, t.code(x), num_rows, width),
+            reads=(update, residual),
         )
     return y, total
 
@@ -197,9 +175,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     num_rows, width = int(x.shape[0]), int(x.shape[1]) // 2
     y = t.new((num_rows, width), x.dtype)
     if num_rows:
-        t.reads(x)
-        t.keep(x, y)
-        t.native.gate(address(x), address(y), t.code(x), num_rows, width)
+        t.call(t.native.gate, x, y, t.code(x), num_rows, width, reads=(x,))
     return y
 
 
@@ -210,21 +186,12 @@ def qk_norm(
     t, q, k = team(), rows_of(q), rows_of(k)
     num_tokens, num_heads, head_dim = map(int, q.shape)
     if num_tokens:
-        t.reads(q, k)
-        t.keep(q, k, q_weight, k_weight)
-        t.native.head_norm(
-            address(q),
-            address(k),
-            address(q_weight),
-            address(k_weight),
-            eps,
-            t.code(q),
-            num_tokens,
-            num_heads,
-            int(k.shape[1]),
-            head_dim,
-            int(q.stride()[0]),
-            int(k.stride()[0]),
+        sizes = (num_tokens, num_heads, int(k.shape[1]), head_dim)
+        t.call(
+            t.native.head_norm,
+            *(q, k, q_weight, k_weight, eps, t.code(q), *sizes),
+            *(int(q.stride()[0]), int(k.stride()[0])),
+            reads=(q, k),
         )
     return q, k
 
@@ -234,11 +201,9 @@ def select_rows(x: Tensor, index: Tensor) -> Tensor:
     t, x = team(), rows_of(x)
     num_rows, width, size = int(index.shape[0]), int(x.shape[1]), int(x.element_size())
     y = t.new((num_rows, width), x.dtype)
-    t.reads(x)
     t.owns(index)
-    t.keep(x, index, y)
     strides = (width * size, int(x.stride()[0]) * size)
-    t.native.select_rows(address(x), address(index), address(y), num_rows, *strides)
+    t.call(t.native.select_rows, x, index, y, num_rows, *strides, reads=(x,))
     return y
 
 
@@ -252,21 +217,12 @@ def moe_routing(
     weights = t.new((num_tokens, spec.top_k), t.xp.float32)
     bias = None if correction_bias is None else correction_bias.reshape([-1])
     if num_tokens:
-        t.reads(logits)
-        t.keep(logits, bias, ids, weights)
-        t.native.route(
-            address(logits),
-            address(bias),
-            address(ids),
-            address(weights),
-            num_tokens,
-            spec.num_experts,
-            spec.top_k,
-            spec.num_groups,
-            spec.top_k_groups,
-            spec.scoring == "sigmoid",
-            spec.renormalize,
+        t.call(
+            t.native.route,
+            *(logits, bias, ids, weights, num_tokens, spec.num_experts, spec.top_k),
+            *(spec.num_groups, spec.top_k_groups, spec.scoring == "sigmoid", spec.renormalize),
             spec.scaling_factor,
+            reads=(logits,),
         )
     return ids, weights
 
@@ -281,9 +237,7 @@ def _search(logits: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, width = map(int, logits.shape)
     ids, peaks = t.new((num_rows,), t.xp.int64), t.new((num_rows,), t.xp.float32)
     if num_rows:
-        t.reads(logits)
-        t.keep(logits, ids, peaks)
-        t.native.greedy(address(logits), num_rows, width, address(ids), address(peaks))
+        t.call(t.native.greedy, logits, num_rows, width, ids, peaks, reads=(logits,))
     return ids, peaks
 
 
@@ -350,11 +304,9 @@ def keep_results(slots: Tensor, results: Tensor, num_computed: Tensor, kept: Ten
     t = team()
     num_rows, num_kept = map(int, kept.shape)
     if num_rows:
-        t.reads(results)
         t.owns(kept)
-        t.keep(slots, results, num_computed, kept)
-        where = (address(slots), address(results), address(num_computed), address(kept))
-        t.native.keep_results(*where, num_rows, num_kept, int(num_computed.shape[0]))
+        sizes = (num_rows, num_kept, int(num_computed.shape[0]))
+        t.call(t.native.keep_results, slots, results, num_computed, kept, *sizes, reads=(results,))
 
 
 def mark_broken(drawn: Tensor, peaks: Tensor, possible: Tensor | None) -> Tensor:
@@ -364,9 +316,6 @@ def mark_broken(drawn: Tensor, peaks: Tensor, possible: Tensor | None) -> Tensor
     possible = None if possible is None else possible.contiguous()
     marked = t.new((num_rows,), t.xp.int64)
     if num_rows:
-        t.reads(drawn, peaks, possible)
-        t.keep(drawn, peaks, possible, marked)
-        t.native.mark_broken(
-            address(drawn), address(peaks), address(possible), address(marked), num_rows
-        )
+        operands = (drawn, peaks, possible)
+        t.call(t.native.mark_broken, *operands, marked, num_rows, reads=operands)
     return marked

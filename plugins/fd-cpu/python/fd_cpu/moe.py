@@ -8,7 +8,7 @@ from fastdeploy_core.contracts.quant_formats import PackedWeight
 
 from .formats import pack_format
 from .packing import Packed, pack
-from .team import address, team
+from .team import team
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
@@ -102,10 +102,9 @@ def run_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts)
     y = t.new((num_tokens, width), x.dtype)
     if num_tokens:
         ids, weights = ids.contiguous(), weights.contiguous()
-        t.reads(x, ids, weights)
-        t.keep(x, ids, weights, experts, y)
-        t.native.experts(
-            *(experts.native, address(x), address(ids), address(weights), address(y), t.code(x)),
-            *(num_tokens, width, int(ids.shape[1])),
+        t.call(
+            t.native.experts,
+            *(experts, x, ids, weights, y, t.code(x), num_tokens, width, int(ids.shape[1])),
+            reads=(x, ids, weights),
         )
     return y

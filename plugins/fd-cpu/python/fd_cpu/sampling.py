@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from .team import Team, address, team
+from .team import address, team
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
@@ -30,7 +30,8 @@ def apply_penalties(
     factors = [x.contiguous() for x in (presence, frequency, repetition)]
     counts, seen = output_counts.contiguous(), prompt_seen.contiguous()
     if int(logits.shape[0]):
-        _note(t, logits, *factors, counts, seen)
+        t.reads(logits, *factors, counts, seen)
+        t.keep(logits, *factors, counts, seen)
         t.native.penalize(
             *(address(logits), *_size(logits), [address(x) for x in factors]),
             *(address(counts), int(counts.element_size()), address(seen)),
@@ -42,8 +43,7 @@ def apply_bitmask(logits: Tensor, mask: Tensor) -> Tensor:
     """In place."""
     t, logits, mask = team(), logits.contiguous(), mask.contiguous()
     if int(logits.shape[0]):
-        _note(t, logits, mask)
-        t.native.mask(address(logits), *_size(logits), address(mask))
+        t.call(t.native.mask, logits, *_size(logits), mask, reads=(logits, mask))
     return logits
 
 
@@ -52,8 +52,7 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     t, logits = team(), logits.contiguous()
     limits = [x.contiguous() for x in (top_k, top_p, min_p)]
     if int(logits.shape[0]):
-        _note(t, logits, *limits)
-        t.native.filter(address(logits), *_size(logits), *(address(x) for x in limits))
+        t.call(t.native.filter, logits, *_size(logits), *limits, reads=(logits, *limits))
     return logits
 
 
@@ -63,12 +62,8 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     seeds, positions = seeds.contiguous(), positions.contiguous()
     ids = t.new((int(logits.shape[0]),), t.xp.int64)
     if int(logits.shape[0]):
-        _note(t, logits, seeds, positions)
-        t.keep(ids)
-        t.native.sample(
-            *(address(logits), *_size(logits), address(seeds), address(positions), address(ids)),
-            *(0, 0),
-        )
+        operands = (logits, *_size(logits), seeds, positions, ids, None, 0)
+        t.call(t.native.sample, *operands, reads=(logits, seeds, positions))
     return ids
 
 
@@ -93,15 +88,13 @@ def draw(
         return ids, peaks
     kinds = [x.contiguous() for x in parameters]
     t.owns(*kinds)
-    _note(t, logits, positions)
-    t.keep(*kinds, ids, peaks)
-    chosen, ks, seed, heat, ps, least = map(address, kinds)
-    where, native = address(logits), t.native
-    native.greedy(where, rows, width, address(ids), address(peaks))
-    native.temper(where, rows, width, heat)
+    chosen, ks, seed, heat, ps, least = kinds
+    of, native = (logits, rows, width), t.native
+    t.call(native.greedy, *of, ids, peaks, reads=(logits, positions))
+    t.call(native.temper, *of, heat)
     if filters:
-        native.filter(where, rows, width, ks, ps, least)
-    native.sample(where, rows, width, seed, address(positions), address(ids), chosen, 1)
+        t.call(native.filter, *of, ks, ps, least)
+    t.call(native.sample, *of, seed, positions, ids, chosen, 1)
     return ids, peaks
 
 
@@ -110,16 +103,10 @@ def log_softmax(logits: Tensor) -> Tensor:
     t, logits = team(), logits.contiguous()
     y = t.new(_size(logits), t.xp.float32)
     if int(logits.shape[0]):
-        _note(t, logits)
-        t.native.log_softmax(address(logits), *_size(logits), address(y))
+        t.call(t.native.log_softmax, logits, *_size(logits), y, reads=(logits,))
     return y
 
 
 def _size(logits: Tensor) -> tuple[int, int]:
     rows, width = logits.shape
     return int(rows), int(width)
-
-
-def _note(t: Team, *operands: Any) -> None:
-    t.reads(*operands)
-    t.keep(*operands)

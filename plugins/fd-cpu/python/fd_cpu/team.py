@@ -169,6 +169,17 @@ class Team:
         if capture is not None:
             capture.keep(*tensors)
 
+    def call(
+        self, operation: Callable[..., None], *arguments: Any, reads: tuple[Tensor | None, ...] = ()
+    ) -> None:
+        """One operation, now and in the plan of a capture. Tensors and packed matrices pass as what
+        the kernels know of them, and live as long as the plan; `reads` as in reads()."""
+        capture = self._local.capture
+        if capture is not None:
+            capture.reads(*reads)
+            capture.keep(*(x for x in arguments if hasattr(x, "data_ptr") or hasattr(x, "native")))
+        operation(*map(_passed, arguments))
+
     def owns(self, *tensors: Tensor) -> None:
         """Buffers that the core keeps for its captured steps; their content is read at each
         replay."""
@@ -240,6 +251,12 @@ def team() -> Team:
 def rows_of(x: Tensor) -> Tensor:
     """x, or a copy whose last dimension is contiguous; kernels take any distance between rows."""
     return x if x.shape[-1] == 1 or x.stride()[-1] == 1 else x.contiguous()
+
+
+def _passed(argument: Any) -> Any:
+    if argument is None or hasattr(argument, "data_ptr"):
+        return address(argument)
+    return getattr(argument, "native", argument)
 
 
 def address(x: Tensor | None) -> int:

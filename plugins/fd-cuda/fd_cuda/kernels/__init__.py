@@ -21,7 +21,7 @@ _MODULES: Final = {
     "linear": ("linear", "norm_linear", "gated_linear", "linear_add", "greedy_linear"),
     "matmul": ("linear_float32",),
     "norm": ("rms_norm", "add_rms_norm", "concat_rms_norm", "qk_norm", "silu_and_mul"),
-    "cache": ("embedding", "rotary_embedding", "kv_write"),
+    "cache": ("rotary_embedding", "kv_write"),
     "quant_cache": tuple(KV_OPERATIONS),
     "step": (
         "prepare_decode",
@@ -82,10 +82,14 @@ TABLE: Final = {
     for module, operations in _MODULES.items()
     for operation in operations
 } | _packed_cells()
-# Whole blocks move rarely and in bulk: torch's gather and scatter run at the memory's speed.
-for operation in ("kv_copy_blocks", "kv_read_blocks", "kv_write_blocks"):
+# Rows of an embedding once a step, and whole blocks rarely and in bulk: torch's gather and scatter
+# run at the memory's speed.
+for where, operation in (
+    ("body", "embedding"),
+    *(("cache", f"kv_{name}_blocks") for name in ("copy", "read", "write")),
+):
     TABLE[operation] = Kernel(
-        f"fastdeploy_core.reference.ops.cache:{operation}", "fd_cuda.kernels:runs_here"
+        f"fastdeploy_core.reference.ops.{where}:{operation}", "fd_cuda.kernels:runs_here"
     )
 # Of gpt-oss; fd-models defines both, and fd-quant-formats the format.
 TABLE["moe_routing_widened"] = TABLE["moe_routing"]

@@ -1,4 +1,4 @@
-"""Embedding, rotation and the paged cache: kernels that move rows. All are batch-invariant."""
+"""Rotation and the paged cache: kernels that move rows. All are batch-invariant."""
 
 from __future__ import annotations
 
@@ -7,16 +7,6 @@ import triton
 import triton.language as tl
 
 from .common import cdiv, join_chain, options, pad2
-
-
-@triton.jit
-def _embedding(ids_p, w_p, y_p, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    join_chain(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = cols < WIDTH
-    values = tl.load(w_p + tl.load(ids_p + row) * WIDTH + cols, mask=inside)
-    tl.store(y_p + row * WIDTH + cols, values, mask=inside)
 
 
 # Triton compiles a 1 in as a constant, which no variable of the kernel can replace.
@@ -71,18 +61,6 @@ def _kv_write(
     place = token * stride0 + (cols // WIDTH) * stride1 + cols % WIDTH
     values = tl.load(x_p + place, mask=mask)
     tl.store(cache_p + slot * ROW + cols, values.to(cache_p.dtype.element_ty), mask=mask)
-
-
-def embedding(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Rows of weight [V, H] for input_ids [T] int64."""
-    tokens, width = input_ids.shape[0], weight.shape[1]
-    y = torch.empty((tokens, width), dtype=weight.dtype, device=weight.device)
-    if tokens:
-        block = min(1024, pad2(width))
-        _embedding[(tokens, cdiv(width, block))](
-            input_ids, weight, y, WIDTH=width, BLOCK=block, **options(num_warps=4)
-        )
-    return y
 
 
 def rotary_embedding(

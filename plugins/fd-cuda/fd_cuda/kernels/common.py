@@ -29,7 +29,7 @@ def has_pdl() -> bool:
     """Whether the card launches dependents early (compute capability 9.0 and above)."""
     if INTERPRETED or not torch.cuda.is_available():
         return False
-    return setting("FD_CUDA_PDL") == "1" and torch.cuda.get_device_capability() >= (9, 0)
+    return torch.cuda.get_device_capability() >= (9, 0)
 
 
 @functools.cache

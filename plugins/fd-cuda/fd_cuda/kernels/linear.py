@@ -17,10 +17,10 @@ import torch.nn.functional as F
 
 from . import adapted, many_rows, native
 from .adapted import Adapters
-from .common import batch_invariant
+from .common import batch_invariant, cdiv
 from .matmul import matmul
 from .norm import rms_norm, silu_and_mul
-from .plans import LIBRARY, ROWS, WIDEST, Plan, Product, choose, foreseen, shared_bytes
+from .plans import LIBRARY, ROWS, WIDEST, Plan, Product, choose, shared_bytes
 from .sampling import greedy_of
 
 _EPILOGUES = {
@@ -171,8 +171,9 @@ def _plan(epilogue: str, x: torch.Tensor, weight: torch.Tensor, *, has_norm: boo
     """What computes it."""
     if not _is_readable(epilogue, x, weight):
         return LIBRARY
-    _prepare_all(epilogue, has_norm, weight.shape, x.dtype)
-    return choose(epilogue, has_norm, weight.shape, x.dtype, x.shape[0])
+    product = _product(epilogue, x, weight, has_norm=has_norm)
+    _prepare_all(product)
+    return choose(product, x.shape[0])
 
 
 def _is_readable(epilogue: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -189,12 +190,11 @@ def _is_readable(epilogue: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _prepare_all(epilogue: str, has_norm: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _prepare_all(product: Product) -> None:
     """A product is met for the first time: other numbers of rows will follow, whose kernels are
     compiled meanwhile, on all processors."""
-    width, depth = shape
-    product = Product(epilogue, has_norm, width, depth, str(dtype).removeprefix("torch."))
-    for rows, plan in foreseen(product).items():
+    for rows in ROWS:
+        plan = choose(product, rows)
         if plan.kind != "library":
             name, defines = _specialization(plan, product, rows)
             native.compile_ahead(name, defines)
@@ -212,14 +212,12 @@ def _specialization(
         more = {"K": product.depth, "TILES": -(-num_rows // 8), "WARPS": plan.warps}
         return "gemv", {**defines, **more, "NORM": int(product.has_norm), "AHEAD": _AHEAD}
     share = -(-product.depth // 64 // plan.split)
-    outputs = product.width // 2 if product.epilogue == "gated" else product.width
     sizes = {
         "BM": plan.rows,
         "BN": plan.columns,
         "STAGES": plan.stages,
         "SPLIT": plan.split,
         "RESIDENT": int(share <= plan.stages),
-        "EVEN": int(outputs % 4 == 0),
         "DEFERRING": int(plan.is_deferring),
     }
     more = {} if adapters is None else adapted.defines(adapters)
@@ -239,14 +237,12 @@ def _launch(
     adapters: Adapters | None = None,
 ) -> None:
     num_rows, (width, depth) = x.shape[0], weight.shape
-    is_half, has_norm = x.dtype == torch.float16, norm_weight is not None
-    sizes = (num_rows, width, depth)
+    product = _product(epilogue, x, weight, has_norm=norm_weight is not None)
     shape = None if adapters is None else adapters.shape
-    device = torch.cuda.current_device()
-    how = _prepared(plan, epilogue, is_half, has_norm, sizes, shape, device)
+    how = _prepared(plan, product, num_rows, shape, torch.cuda.current_device())
     norm = (norm_weight,) if plan.kind == "gemv" else ()
     arguments = [x, ctypes.c_longlong(x.stride(0)), *norm, weight, bias, residual, y]
-    arguments += (num_rows, width, float(eps)) if plan.kind == "gemv" else sizes
+    arguments += (num_rows, width, float(eps) if plan.kind == "gemv" else depth)
     if adapters is not None:
         arguments.append(adapters.record())
     native.launch(
@@ -267,24 +263,16 @@ class _Launch:
 @functools.cache
 def _prepared(
     plan: Plan,
-    epilogue: str,
-    is_half: bool,
-    has_norm: bool,
-    sizes: tuple[int, int, int],
+    product: Product,
+    num_rows: int,
     adapters: adapted.Shape | None,
     device: int,  # kernels are loaded for one
 ) -> _Launch:
-    num_rows, width, depth = sizes
-    dtype = "float16" if is_half else "bfloat16"
-    product = Product(epilogue, has_norm, width, depth, dtype)
     name, defines = _specialization(plan, product, num_rows, adapters)
     kernel = native.function(name, defines)
-    outputs = width // 2 if epilogue == "gated" else width
     if plan.kind == "gemv":
-        blocks = -(-outputs // (8 if epilogue == "gated" else 16))
-        return _Launch(kernel, (blocks, 1, 1), plan.warps * 32, 0)
-    columns = plan.columns // 2 if epilogue == "gated" else plan.columns
-    blocks = -(-outputs // columns) * -(-num_rows // plan.rows)
+        return _Launch(kernel, (cdiv(product.width, 16), 1, 1), plan.warps * 32, 0)
+    blocks = cdiv(product.width, plan.columns) * cdiv(num_rows, plan.rows)
     if adapters is None:
         shared = shared_bytes(plan.rows, plan.columns, plan.stages, plan.split)
     else:

@@ -32,16 +32,6 @@ def is_on() -> bool:
 
 
 @contextmanager
-def suspended() -> Iterator[None]:
-    """Launches run again: what is measured has to."""
-    was_on, _state.is_on = is_on(), False
-    try:
-        yield
-    finally:
-        _state.is_on = was_on
-
-
-@contextmanager
 def compile_only() -> Iterator[None]:
     """See the module; leaving waits for the compilers of Triton kernels. A Triton that compiles
     nothing side by side compiles when kernels are met, and they run."""

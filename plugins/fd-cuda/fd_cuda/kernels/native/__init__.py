@@ -119,8 +119,7 @@ class Function:
     calls: dict[tuple[int, int], _Call] = field(default_factory=dict)  # by thread and cluster
 
 
-@functools.cache
-def why_not() -> str:
+def _why_not() -> str:
     """Why these kernels cannot be used; empty if they can."""
     if INTERPRETED or not torch.cuda.is_available():
         return "no GPU"
@@ -141,11 +140,12 @@ def why_not() -> str:
     return ""
 
 
+@functools.cache
 def available() -> bool:
     """Whether these kernels can be used; the reason why not is logged once."""
-    reason = why_not()
+    reason = _why_not()
     if reason and not INTERPRETED:
-        _warn(reason)
+        logger.warning("native CUDA kernels are not used: %s; cuBLAS and Triton do it all", reason)
     return not reason
 
 
@@ -153,11 +153,6 @@ def available() -> bool:
 def has_wgmma() -> bool:
     """Whether gemm.cu and filter.cu run on the card, Hopper's: newer ones have no wgmma."""
     return available() and torch.cuda.get_device_capability()[0] == 9
-
-
-@functools.cache
-def _warn(reason: str) -> None:
-    logger.warning("native CUDA kernels are not used: %s; cuBLAS and Triton do the work", reason)
 
 
 @functools.cache
@@ -183,7 +178,7 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels and measured choices are kept."""
+    """Where compiled kernels are kept."""
     root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(root) / "fastdeploy" / "cuda"
 
@@ -260,19 +255,14 @@ def _compile_now(name: str, source: str, options: list[str], path: Path) -> byte
     cubin = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetCUBIN(program, cubin)
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    keep(path, hashlib.sha256(cubin.raw).digest() + cubin.raw)
-    return cubin.raw
-
-
-def keep(path: Path, data: bytes) -> None:
-    """Whole or not at all: other processes may read it at any time."""
-    try:
+    try:  # whole or not at all: other processes may read it at any time
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
+            file.write(hashlib.sha256(cubin.raw).digest() + cubin.raw)
         Path(file.name).replace(path)
     except OSError as error:
         logger.info("compiled kernels are not kept in %s: %s", path.parent, error)
+    return cubin.raw
 
 
 def enter(device: int) -> None:

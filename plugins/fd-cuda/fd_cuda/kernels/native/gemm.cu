@@ -5,7 +5,7 @@
 // in a fixed order. Tiles arrive by cp.async in the 128-byte swizzle; those of W are asked for before the
 // kernel waits for the one before it. RESIDENT: the whole share fits into STAGES tiles, so nothing is ever
 // asked for again.
-// EVEN: rows of y and of the residual are whole pieces of 8 bytes.
+// Rows of y and of the residual are whole pieces of 8 bytes.
 // Loops stay loops: a block goes through most of this code once, and it was slower unrolled (NOTES.md).
 // GATED: the first half of a tile are gate rows, the second the up rows that belong to them.
 // A row of x comes out the same whatever M is.
@@ -195,14 +195,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
     addends[i] = make_uint2(0, 0);
     if (e < ROWS * QUADS && m < M) {
       const u16* from = residual + (u64)m * width + column;
-#if EVEN
       if (column < width) addends[i] = *(const uint2*)from;
-#else
-      if (column < width) addends[i].x = from[0];
-      if (column + 1 < width) addends[i].x |= (u32)from[1] << 16;
-      if (column + 2 < width) addends[i].y = from[2];
-      if (column + 3 < width) addends[i].y |= (u32)from[3] << 16;
-#endif
     }
   }
 #endif
@@ -289,12 +282,6 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
 #endif
     }
     u16* to = y + (u64)m * width + column;
-#if EVEN
     if (column < width) *(uint2*)to = make_uint2(pack(v[0], v[1]), pack(v[2], v[3]));
-#else
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-      if (column + j < width) to[j] = narrow(v[j]);
-#endif
   }
 }
