@@ -14,6 +14,8 @@ inline u32 fma2(u32 a, u32 b, u32 c) {
   return pack((float)((double)low(a) * low(b) + low(c)), (float)((double)high(a) * high(b) + high(c)));
 }
 inline uint4 load_once(const uint4* p) { return *p; }
+inline uint4 load_early(const uint4* p) { return *p; }
+inline float load_early(const float* p) { return *p; }
 inline void load_inside(uint4& v, const uint4* p, bool inside) { if (inside) v = *p; }
 inline uint2 load_once(const uint2* p) { return *p; }
 inline u32 load_once(const unsigned char* p) { return *p; }

@@ -58,7 +58,7 @@ from fd_cuda.kernels.plans import Plan
 from fd_cuda.kernels.quant_persistent import persistent_product
 from fd_cuda.kernels.quant_round import fp8_blocks
 from fd_cuda.kernels.quant_shapes import Few, Tile, blocks, persistent
-from fd_cuda.kernels.trellis_native import Row
+from fd_cuda.kernels.trellis_native import Gemv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -382,7 +382,8 @@ def trellis() -> None:
     for rows in (1, 9, 20, 40, 130):
         x = random(rows, 384, dtype=torch.bfloat16)
         quant_trellis.linear(x, weight, random(192, dtype=torch.bfloat16))
-    quant_trellis.product(Row(), random(1, 384, dtype=torch.bfloat16), weight, None)
+    own = Gemv(16, 4, 1, split=2, rotates=True)
+    quant_trellis.by_shape(own, random(1, 384, dtype=torch.bfloat16), weight, None)
     gate_up, down = (
         quant_trellis.prepare(packed("tet2", *shape, 0, 4, DEVICE))
         for shape in ((256, 128), (128, 128))

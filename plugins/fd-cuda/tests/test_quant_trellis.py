@@ -25,7 +25,7 @@ from fd_cuda.kernels.quant_shapes import (
     tile_shared,
 )
 from fd_cuda.kernels.routing import Order
-from fd_cuda.kernels.trellis_native import Few, Row, Streamed, Trellis, rotated
+from fd_cuda.kernels.trellis_native import TURN, Gemv, Trellis, rotated
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -125,24 +125,21 @@ def test_product(rows: int, count: int, block: int, tokens: int, dtype: torch.dt
 @pytest.mark.parametrize(
     ("shape", "count", "block", "tokens"),
     [
-        (Row(warps=4, ahead=3), 2560, 512, 1),  # ten spans
-        (Row(warps=2, ahead=1), 160, 32, 1),
-        (Row(warps=8), 128, 128, 1),  # warps without inputs
-        (Streamed(4, 2, 8, 4, 2, 2), 384, 128, 33),
-        (Streamed(1, 1, 4, 2, 2, 1, own=1), 2560, 512, 1),
-        (Streamed(1, 1, 2, 2, 2, 2, own=2), 2560, 512, 2),
-        (Streamed(1, 1, 2, 4, 4, 4), 160, 32, 8),
-        (Streamed(2, 2, 2, 2, 2, 2), 416, 32, 20),
-        (Streamed(2, 1, 8, 4, 4, 4), 384, 128, 16),  # warps without inputs
-        (Streamed(1, 4, 2, 4, 2, 2), 128, 128, 7),
+        (Gemv(4, 3, 1, rotates=True), 2560, 512, 1),  # ten spans
+        (Gemv(2, 1, 1, rotates=True), 160, 32, 1),
+        (Gemv(8, 4, 1, rotates=True), 128, 128, 1),  # warps without inputs
+        (Gemv(2, 2, 1, split=2, rotates=True), 2560, 512, 1),
+        (Gemv(6, 2, 2, tiles=3), 384, 128, 8),
+        (Gemv(2, 4, 2), 160, 32, 3),
+        (Gemv(2, 2, 1, rows=16, split=4), 384, 128, 13),
+        (Gemv(8, 2, 1, rows=16, split=2), 128, 128, 9),
+        (Gemv(2, 2, 1, rows=32, split=2), 384, 128, 33),  # two blocks of rows
     ],
 )
-def test_kernels_of_dense_layers(
-    shape: Streamed | Row, count: int, block: int, tokens: int
-) -> None:
+def test_kernels_of_dense_layers(shape: Gemv, count: int, block: int, tokens: int) -> None:
     weight, dense = trellis(192, count, block)
     x = torch.randn(tokens, count, device=DEVICE).bfloat16()
-    check(quant_trellis.product(shape, x, weight, None), x.double().cpu().numpy() @ dense[0].T)
+    check(quant_trellis.by_shape(shape, x, weight, None), x.double().cpu().numpy() @ dense[0].T)
 
 
 @pytest.mark.parametrize(
@@ -158,12 +155,12 @@ def test_tiles_of_dense_layers(shape: Tile, rows: int, count: int, tokens: int) 
     x = torch.randn(tokens, count, device=DEVICE).bfloat16()
     bias = torch.randn(rows, device=DEVICE).bfloat16()
     expected = x.double().cpu().numpy() @ dense[0].T + bias.double().cpu().numpy()
-    check(quant_trellis.product(shape, x, weight, bias), expected)
+    check(quant_trellis.by_shape(shape, x, weight, bias), expected)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 30, 64, 128, 300, 3000])
 def test_chosen_kernels_fit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into shared memory, and pieces are whole turns that x is asked for ahead."""
+    """Into shared memory, and blocks that divide K have turns alike."""
     for room in (quant_trellis, quant_linear):
         monkeypatch.setattr(room, "num_processors", lambda: 132)
     weight = trellis(64, 128, 128)[0]
@@ -177,12 +174,25 @@ def test_chosen_kernels_fit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
         if isinstance(shape, Tile):
             assert tile_shared(shape, TRELLIS, 0) <= MOST_SHARED
             continue
-        if isinstance(shape, Row):
-            assert rows == 1
-            continue
-        assert shape.shared(depth)[0] <= 227 << 10
-        assert shape.piece % shape.ahead == 0
-        assert shape.own == (rows == 1)
+        assert shape.shared(depth) <= MOST_DYNAMIC
+        assert depth // TURN % shape.split == 0
+        assert shape.rotates == (rows == 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "split", "rotates"), [(4, 1, True), (8, 2, False), (16, 1, False)]
+)
+def test_single_rows_of_experts(
+    rows: int, split: int, rotates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few blocks rotate their row themselves; those that leave half of a GPU idle divide K."""
+    monkeypatch.setattr(quant_trellis, "num_processors", lambda: 132)
+    weight = trellis(64, 128, 128)[0]
+    packed = replace(weight.packed, out_features=7168, in_features=8192)
+    weight = replace(weight, packed=packed, words=torch.empty((112, 1024, 0)))
+    shape = quant_trellis.choose_experts(weight, rows, paired=True, alone=True)
+    assert (shape.split, shape.rotates) == (split, rotates)
+    assert quant_trellis.choose_experts(weight, rows, paired=False, alone=True).rotates
 
 
 def test_blocks_of_experts_fit() -> None:
@@ -232,12 +242,19 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quant_trellis, "order_by_expert", order)
 
 
-@pytest.mark.parametrize(("tokens", "tiles"), [(1, 1), (2, 2), (3, 1), (3, 2)])
-def test_experts(tokens: int, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "tiles", "split", "rotates"),
+    [(1, 1, 1, True), (1, 1, 2, True), (1, 2, 2, False), (2, 2, 1, False), (3, 1, 1, False)],
+)
+def test_experts(
+    tokens: int, tiles: int, split: int, rotates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks of one row up to two tokens, then of eight."""
-    for name, kind in (("choose_row", Row), ("choose_few", Few)):
-        shapes = {paired: kind(4, 2, 1, 2 if paired else tiles) for paired in (True, False)}
-        monkeypatch.setattr(quant_trellis, name, lambda *_, paired, shapes=shapes: shapes[paired])
+
+    def choose(weight: Trellis, rows: int, *, paired: bool, alone: bool) -> Gemv:
+        return Gemv(4, 2, 1, 2 if paired else tiles, split=split, rotates=rotates)
+
+    monkeypatch.setattr(quant_trellis, "choose_experts", choose)
     hidden, inner, count = 128, 128, 3
     (gate_up, first), (down, second) = (
         trellis(2 * inner, hidden, 128, count),

@@ -9,7 +9,6 @@ own definition serves.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -25,18 +24,14 @@ from .routing import order_by_expert
 from .trellis_native import (
     TILE,
     TURN,
-    Few,
-    Row,
-    Streamed,
+    Gemv,
     Trellis,
     by_lanes,
     decoded,
-    few_product,
     grouped_experts,
+    product,
     rotate,
     rotated,
-    row_product,
-    streamed_product,
     tile_product,
 )
 
@@ -47,8 +42,8 @@ _ALONE: Final = 2  # tokens whose assignments are blocks of their own
 _FEW: Final = 8  # rows an expert up to which tet_gemv.cu is faster, eight at a time
 _SOME: Final = 24  # rows an expert from which weights are decoded, to one number instead of two
 _MANY: Final = 40  # rows an expert from which blocks have 128: experts with more than most, too
-_SHORT, _LONG = 64, 128  # turns up to which rows are short, and from which they are long
-_SOME_ROWS: Final = 32  # of a dense layer, up to which tet_few.cu is faster
+_SHORT: Final = 64  # turns up to which rows are short
+_SOME_ROWS: Final = 32  # of a dense layer, up to which tet_gemv.cu is faster
 
 
 def prepare(weight: PackedWeight) -> Trellis:
@@ -84,36 +79,31 @@ def linear(x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None) -> torch
     shape = choose(weight, rows)
     if shape is None:
         return F.linear(rotated(x, weight), decoded(weight, x.dtype), bias)
-    return product(shape, x, weight, bias)
+    return by_shape(shape, x, weight, bias)
 
 
-def product(
-    shape: Streamed | Row | Tile, x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None
+def by_shape(
+    shape: Gemv | Tile, x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Of a dense layer, by one kernel or, where blocks do not rotate x themselves, two."""
     if isinstance(shape, Tile):
         return tile_product(shape, rotate(x, weight), x.dtype, weight, bias, x.shape[0])
-    if isinstance(shape, Row):
-        return row_product(shape, x, weight, bias)
-    given = x if shape.own else rotate(x, weight)
-    return streamed_product(shape, given, x.dtype, weight, bias, x.shape[0])
+    given = x if shape.rotates else rotate(x, weight)
+    return product(shape, given, x.dtype, weight, x.shape[0], bias)
 
 
-def choose(weight: Trellis, rows: int) -> Streamed | Row | Tile | None:
+def choose(weight: Trellis, rows: int) -> Gemv | Tile | None:
     """For a dense layer, as measured on an H200; None for the library."""
-    turns, is_narrow = weight.packed.in_features // TURN, 4 * weight.tiles <= num_processors()
-    has_place = 2 * weight.tiles <= num_processors()  # for a second block of each
     if rows > _SOME_ROWS and not batch_invariant():
         return _choose_tile(weight, rows)
-    if rows == 1 and turns > _SHORT and not is_narrow:
-        return Streamed(1, split=2, own=1) if has_place else Row()
-    if rows <= 16:
-        few = Streamed(1 if rows <= 8 else 2, own=int(rows == 1))
-        if is_narrow:
-            return replace(few, split=4, piece=4)
-        return replace(few, warps=16, piece=4) if rows > 8 and turns > _LONG else few
-    tile = _choose_tile(weight, rows) if is_narrow and not batch_invariant() else None
-    return tile or (Streamed(2) if has_place else Streamed(4, ahead=2))
+    turns, places = weight.packed.in_features // TURN, num_processors() // weight.tiles
+    if rows > 16:
+        tile = _choose_tile(weight, rows) if places >= 4 and not batch_invariant() else None
+        return tile or Gemv(8, 4, 1, rows=32)
+    # As many blocks divide K as run at once.
+    split = next(n for n in (4, 2, 1) if n <= max(1, places) and turns % n == 0)
+    warps = 16 if split == 1 and turns > _SHORT else 8
+    return Gemv(warps, 4, 1, 1, 8 if rows <= 8 else 16, split, rotates=rows == 1)
 
 
 def _choose_tile(weight: Trellis, rows: int) -> Tile | None:
@@ -126,16 +116,17 @@ def _choose_tile(weight: Trellis, rows: int) -> Tile | None:
     return tile_shape(TRELLIS, 0, sixteens, rows)
 
 
-def choose_row(weight: Trellis, rows: int, *, paired: bool) -> Row:
-    """For so many rows, each of one expert, as measured on an H200."""
-    if weight.tiles // 2 * rows < 400:  # few blocks: more warps share one
-        return Row(16, 4, 1, 2 if paired else 1)
-    return Row(4, 4, 4, 2 if paired or weight.tiles % 2 == 0 else 1)
-
-
-def choose_few(weight: Trellis, *, paired: bool) -> Few:
-    """For blocks of eight rows of experts, as measured on an H200."""
-    return Few(4, 4, 4, 2 if paired or weight.tiles % 2 == 0 else 1)
+def choose_experts(weight: Trellis, rows: int, *, paired: bool, alone: bool) -> Gemv:
+    """For rows of experts, alone or up to eight of each, as measured on an H200."""
+    tiles = 2 if paired or weight.tiles % 2 == 0 else 1
+    blocks = weight.tiles // 2 * rows
+    if alone and blocks < 400:  # more warps share one
+        return Gemv(16, 4, 1, 2 if paired else 1, rotates=True)
+    if alone and paired:
+        has_place = blocks < 4 * num_processors()  # for a second block of each
+        is_even = weight.packed.in_features // TURN % 2 == 0
+        return Gemv(4, 4, 4, tiles, split=2 if has_place and is_even else 1)
+    return Gemv(4, 4, 4, tiles, rotates=alone)
 
 
 def moe_experts(
@@ -161,17 +152,13 @@ def moe_experts(
         order = order_by_expert(topk_ids, experts, shape.rows)
         y = grouped_experts(shape, x, order, top_k, gate_up, down, decodes=decodes)
         return combined(y, topk_weights)
-    if tokens <= _ALONE:
-        hidden = row_product(
-            choose_row(gate_up, slots, paired=True), x, gate_up, None, topk_ids, paired=True
-        )
-        y = row_product(choose_row(down, slots, paired=False), hidden, down, None, topk_ids)
-        return combined(y, topk_weights)
-    order = order_by_expert(topk_ids, experts, 8)
+    alone = tokens <= _ALONE
+    blocks = topk_ids if alone else order_by_expert(topk_ids, experts, 8)
 
     def multiply(x: torch.Tensor, weight: Trellis, *, paired: bool) -> torch.Tensor:
-        few = choose_few(weight, paired=paired)
-        return few_product(few, rotate(x, weight), x.dtype, weight, order, slots, paired=paired)
+        shape = choose_experts(weight, slots, paired=paired, alone=alone)
+        given = x if shape.rotates else rotate(x, weight)
+        return product(shape, given, x.dtype, weight, slots, order=blocks, paired=paired)
 
     hidden = multiply(x, gate_up, paired=True)
     return combined(multiply(hidden, down, paired=False), topk_weights)

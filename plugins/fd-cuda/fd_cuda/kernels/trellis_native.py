@@ -1,5 +1,5 @@
-"""Launches of native/tet_rotate.cu, tet_gemv.cu, tet_few.cu, tet_row.cu and tet_unpack.cu: what
-the trellis code of two bits needs."""
+"""Launches of native/tet_rotate.cu, tet_gemv.cu and tet_unpack.cu: what the trellis code of two
+bits needs."""
 
 from __future__ import annotations
 
@@ -81,49 +81,27 @@ class Rotated:
 
 
 @dataclass(frozen=True, slots=True)
-class Few:
-    """How tet_gemv.cu is specialized: up to eight rows an expert."""
+class Gemv:
+    """How tet_gemv.cu is specialized."""
 
     warps: int
     ahead: int  # turns that weights are asked for ahead
     resident: int  # blocks a multiprocessor should hold
-    tiles: int  # sixty-fours of outputs of a block; two for gates and what belongs to them
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """How tet_row.cu is specialized."""
-
-    warps: int = 16
-    ahead: int = 4  # turns that weights are asked for ahead
-    resident: int = 1  # blocks a multiprocessor should hold
     tiles: int = 1  # sixty-fours of outputs of a block; two for gates and what belongs to them
-
-
-@dataclass(frozen=True, slots=True)
-class Streamed:
-    """How tet_few.cu is specialized."""
-
-    eights: int  # of rows, of a block
+    rows: int = 8  # of a block
     split: int = 1  # blocks that divide K
-    warps: int = 8
-    piece: int = 8  # turns that one copy brings
-    ring: int = 4  # such copies ahead
-    ahead: int = 4  # turns that x is asked for ahead, of which a piece is a multiple
-    own: int = 0  # rows that every block rotates itself
+    rotates: bool = False  # every block its one row
 
-    def shared(self, width: int) -> tuple[int, int, int]:
-        """Bytes of shared memory of a block: all; those before barriers; those before what other
-        blocks send."""
-        each = -(-width // (TURN * self.split * self.warps))
-        slots = min(self.ring, -(-each // self.piece))
-        rows = self.warps * self.ahead * self.eights * 512
-        inputs = self.own * _row_bytes(width) if self.own else rows
-        parts = self.warps * 64 * (8 * self.eights + 1) * 4
-        barriers = max(self.warps * slots * self.piece * 512 + inputs, parts)
-        inbox = barriers + -(-self.warps * slots // 2) * 16
-        whole = inbox + (64 * self.eights * 8 * 4 if self.split > 1 else 0)
-        return only_resident(whole, 1), barriers, inbox
+    def shared(self, width: int) -> int:
+        """Bytes of shared memory of a block: x, what warps have added up, what other blocks
+        send. Sums stand where x was, after it where the block rotates it."""
+        part = self.tiles * TILE * (self.rows + 1) * 4
+        sums = (self.warps + (self.split if self.split > 1 else 0)) * part
+        if self.rotates:
+            whole = _row_bytes(width) + sums
+        else:
+            whole = max(self.warps * self.ahead * self.rows * 64, sums)
+        return only_resident(whole, 1) if self.resident == 1 else whole
 
 
 def rotate(x: torch.Tensor, weight: Trellis) -> Rotated:
@@ -198,132 +176,62 @@ def _row_bytes(width: int) -> int:
     return -(-width // 4096) * 16 * _SPAN_BYTES
 
 
-def few_product(
-    shape: Few,
-    x: Rotated,
-    dtype: torch.dtype,
-    weight: Trellis,
-    order: Order,
-    num_slots: int,
-    *,
-    paired: bool,
-) -> torch.Tensor:
-    """Of experts, [num_slots, N]; blocks of the order have eight rows."""
-    width = weight.packed.out_features // (2 if paired else 1)
-    y = torch.empty((num_slots, width), dtype=dtype, device=x.numbers.device)
-    defines = {
-        "HALF": int(dtype == torch.float16),
-        "WIDTH": weight.packed.in_features,
-        "WARPS": shape.warps,
-        "AHEAD": shape.ahead,
-        "RESIDENT": shape.resident,
-        "TILES": shape.tiles,
-        "PAIRED": int(paired),
-    }
-    arguments = [
-        x.numbers,
-        x.scales,
-        x.sums,
-        weight.words,
-        weight.scales,
-        y,
-        order.slots,
-        order.experts,
-        num_slots,
-        weight.packed.out_features,
-        weight.tiles,
-        num_slots // x.numbers.shape[0],
-    ]
-    shared = shape.warps * max(shape.ahead * 512, shape.tiles * 64 * 9 * 4)
-    kernel = native.function("tet_gemv", defines)
-    grid = (weight.tiles // shape.tiles, len(order.experts), 1)
-    native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)
-    return y
-
-
-def row_product(
-    shape: Row,
-    x: torch.Tensor,
-    weight: Trellis,
-    bias: torch.Tensor | None,
-    ids: torch.Tensor | None = None,
-    *,
-    paired: bool = False,
-) -> torch.Tensor:
-    """Of a dense layer and one row, as it is; or of experts, [len(ids), N]: as many rows after each
-    other as there are ids for one of x are this one, each times its expert."""
-    packed, rows = weight.packed, 1 if ids is None else ids.numel()
-    width = packed.out_features // (2 if paired else 1)
-    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    defines = {
-        **_rotation(x.dtype, packed.in_features, weight.block),
-        "WARPS": shape.warps,
-        "AHEAD": shape.ahead,
-        "RESIDENT": shape.resident,
-        "TILES": shape.tiles,
-        "PAIRED": int(paired),
-        "GROUPED": int(ids is not None),
-    }
-    arguments = [
-        x,
-        ctypes.c_longlong(x.stride(0)),
-        weight.words,
-        weight.scales,
-        bias,
-        y,
-        weight.signs,
-        _UNIT,
-        ids,
-        packed.out_features,
-        weight.tiles,
-        rows // x.shape[0],
-    ]
-    shared = _row_bytes(packed.in_features) + shape.warps * shape.tiles * TILE * 4
-    grid = (weight.tiles // shape.tiles, rows, 1)
-    kernel = native.function("tet_row", defines)
-    native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)
-    return y
-
-
-def streamed_product(
-    shape: Streamed,
+def product(
+    shape: Gemv,
     x: torch.Tensor | Rotated,
     dtype: torch.dtype,
     weight: Trellis,
-    bias: torch.Tensor | None,
     num_rows: int,
+    bias: torch.Tensor | None = None,
+    order: Order | torch.Tensor | None = None,
+    *,
+    paired: bool = False,
 ) -> torch.Tensor:
-    """Of a dense layer; x as it is where shape.own says that blocks rotate it."""
+    """[num_rows, N] by tet_gemv.cu, x as it is where shape.rotates says so: of a dense layer; of
+    experts in an order whose blocks have eight rows; or of one row of x for so many rows after each
+    other, each of the expert of this id."""
     given = (x, None, None) if isinstance(x, torch.Tensor) else (x.numbers, x.scales, x.sums)
     packed = weight.packed
-    y = torch.empty((num_rows, packed.out_features), dtype=dtype, device=weight.words.device)
+    width = packed.out_features // (2 if paired else 1)
+    y = torch.empty((num_rows, width), dtype=dtype, device=weight.words.device)
     defines = {
         **_rotation(dtype, packed.in_features, weight.block),
-        "TILES": shape.eights,
-        "SPLIT": shape.split,
         "WARPS": shape.warps,
-        "PIECE": shape.piece,
-        "RING": shape.ring,
         "AHEAD": shape.ahead,
-        "OWN": shape.own,
+        "RESIDENT": shape.resident,
+        "TILES": shape.tiles,
+        "COLUMNS": shape.rows,
+        "SPLIT": shape.split,
+        "OWN": int(shape.rotates),
+        "PAIRED": int(paired),
+        "GROUPED": int(order is not None),
     }
-    shared, barriers_at, inbox_at = shape.shared(packed.in_features)
+    slots, experts, ids, blocks = None, None, None, -(-num_rows // shape.rows)
+    if isinstance(order, torch.Tensor):
+        ids, blocks = order, num_rows
+    elif order is not None:
+        slots, experts, blocks = order.slots, order.experts, len(order.experts)
     arguments = [
-        *given,
+        given[0],
+        ctypes.c_longlong(given[0].stride(0)),
+        *given[1:],
         weight.words,
         weight.scales,
         bias,
         y,
-        num_rows,
-        packed.out_features,
-        ctypes.c_longlong(given[0].stride(0)),
+        slots,
+        experts,
+        ids,
         weight.signs,
         _UNIT,
-        barriers_at,
-        inbox_at,
+        num_rows,
+        packed.out_features,
+        weight.tiles,
+        num_rows // given[0].shape[0],
     ]
-    grid = (weight.tiles, -(-num_rows // (8 * shape.eights)), shape.split)
-    kernel = native.function("tet_few", defines)
+    kernel = native.function("tet_gemv", defines)
+    grid = (weight.tiles // shape.tiles, blocks, shape.split)
+    shared = shape.shared(packed.in_features)
     native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared, cluster=shape.split)
     return y
 

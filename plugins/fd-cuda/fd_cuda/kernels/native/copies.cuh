@@ -12,6 +12,20 @@ __device__ __forceinline__ uint4 load_once(const uint4* p) {
   return v;
 }
 
+// What is asked for before the kernel before has ended: the compiler moves loads of what it may take for constant (.nc) to
+// where that is waited for.
+__device__ __forceinline__ uint4 load_early(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3},[%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ float load_early(const float* p) {
+  float v;
+  asm volatile("ld.global.f32 %0,[%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // 16 bytes; zeros where they are not inside.

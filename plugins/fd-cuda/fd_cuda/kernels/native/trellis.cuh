@@ -57,9 +57,11 @@ __device__ __forceinline__ Before word_before(const uint4& v, int lane) {
   return {word, word >> 16};
 }
 
-// A lane's four words times x, the inputs of its row: to sums of two outputs by two rows for each word. Products are made by
-// fewer instructions than one word at a time: windows at odd multiples of four bits are those at even ones of shifted words.
-__device__ __forceinline__ void multiply_words(int (&sum)[4][4], const uint4& v, const uint4& b, int lane) {
+// A lane's four words times x, the inputs of one row of every eight: to sums of two outputs by two rows for each word and eight.
+// Products are made by fewer instructions than one word at a time: windows at odd multiples of four bits are those at even ones of shifted words.
+template <int COUNT>
+__device__ __forceinline__ void multiply_words(int (&sum)[4][COUNT][4], const uint4& v, const uint4 (&b)[COUNT],
+                                               int lane) {
   const u32 words[4] = {v.x, v.y, v.z, v.w}, before = word_before(v, lane).word;
   u32 upper = before >> 16, shifted_upper = __funnelshift_r(before, v.x, 4) >> 16;
 #pragma unroll
@@ -75,7 +77,10 @@ __device__ __forceinline__ void multiply_words(int (&sum)[4][4], const uint4& v,
     p[6] = __byte_perm(shifted, 0, 0x4421) * MULTIPLIER;
     upper = word >> 16, shifted_upper = shifted >> 16;
     p[7] = upper * MULTIPLIER;
-    multiply(sum[n], p[0], p[4], p[1], p[5], b.x, b.y);
-    multiply(sum[n], p[2], p[6], p[3], p[7], b.z, b.w);
+#pragma unroll
+    for (int t = 0; t < COUNT; t++) {
+      multiply(sum[n][t], p[0], p[4], p[1], p[5], b[t].x, b[t].y);
+      multiply(sum[n][t], p[2], p[6], p[3], p[7], b[t].z, b[t].w);
+    }
   }
 }
