@@ -430,7 +430,7 @@ def test_kernels_compile_for_architectures(capability: int) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]).keys() == {
         "_align", "_finish", "_grouped", "_rms_norm", "_sums",
-        "convolve", "cut_decodes", "cut_prompts", "cut_stream",
+        "clear_padding", "convolve", "cut_decodes", "cut_prompts", "cut_stream",
         "decode_attention", "latent_attention", "one_shot_sum", "packed_product",
         "prefill_attention", "rotate_and_write", "scan_chunks", "step_states", "sum_decays",
         "within_chunks",

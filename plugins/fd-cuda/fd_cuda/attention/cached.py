@@ -19,6 +19,7 @@ from fastdeploy_core.errors import CapabilityError
 from fd_cuda.kernels.common import batch_invariant
 
 from .plan import DecodeShape, decode_items, prompt_tiles, split_parts
+from .prefill import zero_padding
 from .tuning import Gpu, Sizes
 
 if TYPE_CHECKING:
@@ -108,9 +109,12 @@ class AttentionDriver(ABC):
     @staticmethod
     def _out(q: Tensor, batch: AttentionBatch, width: int) -> Tensor:
         """[num_tokens, width]; zeros for padding tokens, which are not read."""
-        may_be_padded = not batch.is_exact and not batch.tokens_per_row
-        is_padded = may_be_padded or q.shape[0] > batch.cu_seqlens_q[-1]
-        return (q.new_zeros if is_padded else q.new_empty)((q.shape[0], width))
+        out = q.new_empty((q.shape[0], width))
+        if not batch.is_exact and not batch.tokens_per_row:
+            zero_padding(out, batch)
+        elif q.shape[0] > batch.cu_seqlens_q[-1]:
+            out.zero_()
+        return out
 
 
 class CachedAttention(AttentionDriver):

@@ -7,10 +7,46 @@ GPU has a tensor copy engine it fetches them.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 
+from fd_cuda.kernels.common import cdiv
+
 from .common import capped, first_key_of, look_up, product, slots_of, soften, start_of_softmax
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.attention import AttentionBatch
+    from torch import Tensor
+
+_CLEARED_ROWS = 16
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
+def clear_padding(
+    out, cu_seqlens, num_seqs, num_tokens, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Zeros for the tokens after the last row's. Grid (cdiv(num_tokens, ROWS))."""
+    begin = tl.program_id(0) * ROWS
+    first = tl.load(cu_seqlens + num_seqs)
+    if begin + ROWS > first:
+        rows = begin + tl.arange(0, ROWS)
+        mask = (rows >= first) & (rows < num_tokens)
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            place = out + rows.to(tl.int64)[:, None] * width + columns[None, :]
+            zeros = tl.zeros([ROWS, BLOCK], out.dtype.element_ty)
+            tl.store(place, zeros, mask=mask[:, None] & (columns < width)[None, :])
+
+
+def zero_padding(out: Tensor, batch: AttentionBatch) -> None:
+    """Zeros in `out`, [num_tokens, width], after the last row's tokens, as the device knows it."""
+    tokens, width = out.shape
+    clear_padding[(cdiv(tokens, _CLEARED_ROWS),)](
+        out, batch.cu_seqlens_q_dev, batch.num_seqs, tokens, width, ROWS=_CLEARED_ROWS,
+        BLOCK=256, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stride_table"])
