@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser, ToolCallDelta, ToolParser
 from fastdeploy_core.parsers.answer import AnswerReader
 
@@ -27,3 +30,20 @@ def run(parser: ReasoningParser | ToolParser | AnswerReader, pieces: list[str]) 
 def cut(text: str, places: list[int]) -> list[str]:
     edges = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
     return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]  # noqa: RUF007
+
+
+def check_linear(
+    make: Callable[[], ReasoningParser | ToolParser | AnswerReader],
+    text: str,
+    size: int,
+    limit_s: float,
+) -> None:
+    """That text in pieces of this size means what it means whole, both in less time of the
+    processor than that; tried twice, since a machine that stands still may charge a process."""
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    for _ in range(2):
+        started = time.process_time()
+        assert run(make(), pieces) == run(make(), [text])
+        if time.process_time() - started < limit_s:
+            return
+    raise AssertionError(f"more than {limit_s} s for {text[:80]!r}...")

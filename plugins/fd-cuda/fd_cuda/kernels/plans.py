@@ -14,7 +14,7 @@ from .common import cdiv, num_processors
 ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WIDEST: Final = 1 << 16  # a vocabulary: cuBLAS reads so many rows at the memory's speed
 MOST_SHARED: Final = 227 * 1024  # bytes of shared memory a block may have
-_FEW: Final = 64  # rows up to which cuBLAS is never faster
+_FEW: Final = 64  # rows up to which cuBLAS is hardly ever faster
 _MOST_WORK: Final = 768 << 20  # of more rows: numbers of the weight times rows
 _LARGE: Final = 20 << 20  # numbers of a weight for which wide tiles are better
 _MOST_RESIDENT: Final = 12  # tiles of a share of K that stay in shared memory together
